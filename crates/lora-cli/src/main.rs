@@ -1,0 +1,3 @@
+//! The `lora` command.
+
+fn main() {}

@@ -1,0 +1,150 @@
+//! What kernels are given: `#[repr(C)]` values that the host backend and the CUDA kernels read alike. The layout is
+//! asserted here and in `kernels/include/params.cuh`.
+
+use bytemuck::{Pod, Zeroable};
+
+/// Sites that one launch can serve.
+pub const MAX_SITES: usize = 4;
+
+/// Rows of a small tile: the token side of one `m16n8k16` MMA.
+pub const SMALL_TILE_ROWS: u32 = 8;
+
+/// Most rows of a large tile.
+pub const LARGE_TILE_ROWS: u32 = 64;
+
+/// k in one chunk: eight MMA steps summed in order.
+pub const CHUNK_K: u32 = 128;
+
+/// k in one block: eight chunk sums added in order; block sums are added in order.
+pub const BLOCK_K: u32 = 1024;
+
+/// Rows of a batch that share a table entry: positions `first..first + count` of the row permutation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Tile {
+    /// Table entry (the slot for dense modules).
+    pub entry: u32,
+    /// First position in the permutation.
+    pub first: u32,
+    /// Positions, 1..=[`LARGE_TILE_ROWS`]. At most [`SMALL_TILE_ROWS`] in a small tile.
+    pub count: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// One site of a delta launch. Routed where `a_table` is not 0, else the pair in `a`, `b`, `scale`, `rank`.
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct DeltaSite {
+    /// u64[slots] addresses of A; an entry of 0 has no delta here.
+    pub a_table: u64,
+    /// u64[slots] addresses of B.
+    pub b_table: u64,
+    /// f32[slots] scales.
+    pub scale_table: u64,
+    /// u32[slots] true ranks.
+    pub rank_table: u64,
+    /// Pair mode: A.
+    pub a: u64,
+    /// Pair mode: B.
+    pub b: u64,
+    /// BF16 out, `[rows, n_out]`.
+    pub out: u64,
+    /// Elements from one row of out to the next.
+    pub out_stride: u64,
+    /// f32 partial sums of this site, `[k blocks][positions of a pass][max_rank]`.
+    pub partials: u64,
+    /// Pair mode: scale.
+    pub scale: f32,
+    /// Pair mode: true rank.
+    pub rank: u32,
+    /// Width of out.
+    pub n_out: u32,
+    /// Padded rank: rows of A, B's row stride in elements, a multiple of the granule.
+    pub max_rank: u32,
+}
+
+/// A delta launch: shrink, then expand and fold, over every tile and site.
+///
+/// Position `p` of the permutation stands for out row `perm[p]` (`p` itself where `perm` is 0) and x row
+/// `x_rows[out row]` (`out row / x_div` where `x_rows` is 0).
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct DeltaParams {
+    /// BF16 x, rows of `k_in`.
+    pub x: u64,
+    /// Elements from one row of x to the next.
+    pub x_stride: u64,
+    /// [`Tile`] list; 0 = tiles of `tile_rows` consecutive rows, entry 0 (pair mode).
+    pub tiles: u64,
+    /// u32: tiles in the list. Not read where `tiles` is 0.
+    pub tile_count: u64,
+    /// u32 permutation; 0 = identity.
+    pub perm: u64,
+    /// u32 map from out row to x row; 0 = divide by `x_div`.
+    pub x_rows: u64,
+    /// Rows of out (and positions at most).
+    pub rows: u32,
+    /// Rows of x.
+    pub x_row_count: u32,
+    /// Width of x.
+    pub k_in: u32,
+    /// `ceil(k_in / BLOCK_K)`.
+    pub k_blocks: u32,
+    /// Out rows a row of x; 1 for dense modules, top-k for unsorted MoE gate and up.
+    pub x_div: u32,
+    /// Rows of an implied tile where `tiles` is 0.
+    pub tile_rows: u32,
+    /// Entries of the tables; a tile at or past it does nothing.
+    pub slots: u32,
+    /// Sites in use.
+    pub site_count: u32,
+    /// First position of this pass: tiles whose `first` is outside `pass_first..pass_first + pass_rows` do nothing.
+    pub pass_first: u32,
+    /// Positions of this pass. A site's partials have room for `pass_rows + LARGE_TILE_ROWS` positions.
+    pub pass_rows: u32,
+    /// Tiles at most (grid size); the list may hold fewer.
+    pub max_tiles: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// The sites.
+    pub sites: [DeltaSite; MAX_SITES],
+}
+
+/// Grouping of rows by table entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct GroupParams {
+    /// i32[rows]: entry of each row; negative, or at or past `slots`: in no tile.
+    pub seq_slot: u64,
+    /// u32 out: tiles written.
+    pub tile_count: u64,
+    /// [`Tile`] list out: ascending entry, then ascending position.
+    pub tiles: u64,
+    /// u32 permutation out: rows of entry 0 in ascending order, then of entry 1, ...
+    pub perm: u64,
+    /// Rows.
+    pub rows: u32,
+    /// Entries.
+    pub slots: u32,
+    /// Largest group cut into small tiles; larger ones are cut into large tiles.
+    pub small_max: u32,
+    /// Room in the tile list.
+    pub max_tiles: u32,
+}
+
+const _: () = {
+    use std::mem::{offset_of, size_of};
+    assert!(size_of::<Tile>() == 16);
+    assert!(size_of::<DeltaSite>() == 88);
+    assert!(offset_of!(DeltaSite, a) == 32);
+    assert!(offset_of!(DeltaSite, partials) == 64);
+    assert!(offset_of!(DeltaSite, scale) == 72);
+    assert!(offset_of!(DeltaSite, max_rank) == 84);
+    assert!(size_of::<DeltaParams>() == 96 + 88 * MAX_SITES);
+    assert!(offset_of!(DeltaParams, x_rows) == 40);
+    assert!(offset_of!(DeltaParams, rows) == 48);
+    assert!(offset_of!(DeltaParams, pass_first) == 80);
+    assert!(offset_of!(DeltaParams, sites) == 96);
+    assert!(size_of::<GroupParams>() == 48);
+};
