@@ -18,6 +18,10 @@ pub const CHUNK_K: u32 = 128;
 /// k in one block: eight chunk sums added in order; block sums are added in order.
 pub const BLOCK_K: u32 = 1024;
 
+/// Flag of [`DeltaParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
+/// that they may be read before it has finished. Backends set it themselves.
+pub const FLAG_TILES_READY: u32 = 1;
+
 /// Rows of a batch that share a table entry: positions `first..first + count` of the row permutation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -93,7 +97,8 @@ pub struct DeltaParams {
     pub k_blocks: u32,
     /// Out rows a row of x; 1 for dense modules, top-k for unsorted MoE gate and up.
     pub x_div: u32,
-    /// Rows of an implied tile where `tiles` is 0.
+    /// Most rows of a tile: [`SMALL_TILE_ROWS`] (every tile is small) or [`LARGE_TILE_ROWS`] (both kinds occur). Where `tiles`
+    /// is 0, every tile but the last has exactly this many.
     pub tile_rows: u32,
     /// Entries of the tables; a tile at or past it does nothing.
     pub slots: u32,
@@ -103,10 +108,10 @@ pub struct DeltaParams {
     pub pass_first: u32,
     /// Positions of this pass. A site's partials have room for `pass_rows + LARGE_TILE_ROWS` positions.
     pub pass_rows: u32,
-    /// Tiles at most (grid size); the list may hold fewer.
+    /// Tiles at most (grid size); the list may hold fewer. Where `tiles` is 0, the tiles there are.
     pub max_tiles: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// [`FLAG_TILES_READY`] or 0.
+    pub flags: u32,
     /// The sites.
     pub sites: [DeltaSite; MAX_SITES],
 }

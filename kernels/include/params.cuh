@@ -1,0 +1,72 @@
+// What kernels are given. The layout is that of `crates/lora-kernels/src/params.rs`, where the fields are documented.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "constants.cuh"
+
+struct Tile {
+    uint32_t entry;
+    uint32_t first;
+    uint32_t count;
+    uint32_t reserved;
+};
+
+struct DeltaSite {
+    uint64_t a_table;
+    uint64_t b_table;
+    uint64_t scale_table;
+    uint64_t rank_table;
+    uint64_t a;
+    uint64_t b;
+    uint64_t out;
+    uint64_t out_stride;
+    uint64_t partials;
+    float scale;
+    uint32_t rank;
+    uint32_t n_out;
+    uint32_t max_rank;
+};
+
+struct DeltaParams {
+    uint64_t x;
+    uint64_t x_stride;
+    uint64_t tiles;
+    uint64_t tile_count;
+    uint64_t perm;
+    uint64_t x_rows;
+    uint32_t rows;
+    uint32_t x_row_count;
+    uint32_t k_in;
+    uint32_t k_blocks;
+    uint32_t x_div;
+    uint32_t tile_rows;
+    uint32_t slots;
+    uint32_t site_count;
+    uint32_t pass_first;
+    uint32_t pass_rows;
+    uint32_t max_tiles;
+    uint32_t flags;
+    DeltaSite sites[kMaxSites];
+};
+
+struct GroupParams {
+    uint64_t seq_slot;
+    uint64_t tile_count;
+    uint64_t tiles;
+    uint64_t perm;
+    uint32_t rows;
+    uint32_t slots;
+    uint32_t small_max;
+    uint32_t max_tiles;
+};
+
+static_assert(sizeof(Tile) == 16);
+static_assert(sizeof(DeltaSite) == 88);
+static_assert(offsetof(DeltaSite, a) == 32 && offsetof(DeltaSite, partials) == 64);
+static_assert(offsetof(DeltaSite, scale) == 72 && offsetof(DeltaSite, max_rank) == 84);
+static_assert(sizeof(DeltaParams) == 96 + 88 * kMaxSites);
+static_assert(offsetof(DeltaParams, x_rows) == 40 && offsetof(DeltaParams, rows) == 48);
+static_assert(offsetof(DeltaParams, pass_first) == 80 && offsetof(DeltaParams, sites) == 96);
+static_assert(sizeof(GroupParams) == 48);

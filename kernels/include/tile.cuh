@@ -1,0 +1,65 @@
+// Which rows and which adapter a block works on.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "params.cuh"
+
+__device__ __forceinline__ uint32_t tile_total(const DeltaParams& p) {
+    if (p.tiles == 0) return p.max_tiles;
+    return min(*reinterpret_cast<const uint32_t*>(p.tile_count), p.max_tiles);
+}
+
+__device__ __forceinline__ Tile tile_at(const DeltaParams& p, uint32_t index) {
+    if (p.tiles == 0) {
+        uint32_t first = index * p.tile_rows;
+        return Tile{0, first, min(p.tile_rows, p.rows - first), 0};
+    }
+    const uint4 v = reinterpret_cast<const uint4*>(p.tiles)[index];
+    return Tile{v.x, v.y, v.z, v.w};
+}
+
+__device__ __forceinline__ bool tile_in_pass(const DeltaParams& p, const Tile& tile) {
+    return tile.first - p.pass_first < p.pass_rows;
+}
+
+__device__ __forceinline__ uint32_t out_row(const DeltaParams& p, uint32_t position) {
+    return p.perm == 0 ? position : reinterpret_cast<const uint32_t*>(p.perm)[position];
+}
+
+__device__ __forceinline__ uint32_t x_row(const DeltaParams& p, uint32_t out_row) {
+    if (p.x_rows != 0) return reinterpret_cast<const uint32_t*>(p.x_rows)[out_row];
+    return p.x_div == 1 ? out_row : out_row / p.x_div;
+}
+
+// The adapter of a tile at a site; `rank` 0 where there is no delta.
+struct Adapter {
+    const __nv_bfloat16* matrix;
+    uint32_t rank;
+};
+
+enum class Factor { kA, kB };
+
+template <Factor kFactor>
+__device__ __forceinline__ Adapter adapter_of(const DeltaParams& p, const DeltaSite& site, uint32_t entry) {
+    if (site.a_table == 0) {
+        return Adapter{reinterpret_cast<const __nv_bfloat16*>(kFactor == Factor::kA ? site.a : site.b), site.rank};
+    }
+    if (entry >= p.slots) return Adapter{nullptr, 0};
+    const uint64_t table = kFactor == Factor::kA ? site.a_table : site.b_table;
+    const uint64_t address = reinterpret_cast<const uint64_t*>(table)[entry];
+    const uint32_t rank = reinterpret_cast<const uint32_t*>(site.rank_table)[entry];
+    return Adapter{reinterpret_cast<const __nv_bfloat16*>(address), address == 0 ? 0 : min(rank, site.max_rank)};
+}
+
+__device__ __forceinline__ float scale_of(const DeltaSite& site, uint32_t entry) {
+    return site.a_table == 0 ? site.scale : reinterpret_cast<const float*>(site.scale_table)[entry];
+}
+
+// Partial sums of position `position` in k block `block`: `max_rank` floats.
+__device__ __forceinline__ float* partials_at(const DeltaParams& p, const DeltaSite& site, uint32_t block,
+                                              uint32_t position) {
+    const uint64_t room = uint64_t(p.pass_rows) + kLargeTileRows;
+    const uint64_t row = uint64_t(block) * room + (position - p.pass_first);
+    return reinterpret_cast<float*>(site.partials) + row * site.max_rank;
+}
