@@ -131,28 +131,17 @@ __device__ __forceinline__ ExpandWork expand_work(const DeltaParams& p, uint32_t
     return ExpandWork{site, rest * outputs};
 }
 
-// Sums the partials of a tile's rows in order, rounds to BF16, and leaves them in shared memory.
+// Leaves xa of a tile's rows in shared memory.
 __device__ __forceinline__ void load_xa(const DeltaParams& p, const DeltaSite& site, const Tile& tile,
                                         uint32_t padded_rank, char* xa, uint32_t pitch) {
     const uint32_t quads = padded_rank / 4;
-    const uint64_t block_stride = (uint64_t(p.pass_rows) + kLargeTileRows) * site.max_rank;
     for (uint32_t item = threadIdx.x; item < tile.count * quads; item += kExpandThreads) {
-        const uint32_t row = item / quads;
+        const uint32_t position = tile.first + item / quads;
         const uint32_t quad = item % quads;
-        const float* from = partials_at(p, site, 0, tile.first + row) + quad * 4;
-        float4 total = __ldcg(reinterpret_cast<const float4*>(from));
-#pragma unroll 4
-        for (uint32_t block = 1; block < p.k_blocks; ++block) {
-            const float4 v = __ldcg(reinterpret_cast<const float4*>(from + block * block_stride));
-            total.x += v.x;
-            total.y += v.y;
-            total.z += v.z;
-            total.w += v.w;
-        }
-        uint2 packed;
-        packed.x = float_to_bf16_bits(total.x) | float_to_bf16_bits(total.y) << 16;
-        packed.y = float_to_bf16_bits(total.z) | float_to_bf16_bits(total.w) << 16;
-        *reinterpret_cast<uint2*>(xa + row * pitch + quad * 8) = packed;
+        const uint2 v = tile.count <= kSmallTileRows
+                            ? finish_xa(p, site, position, quad * 4)
+                            : __ldcg(reinterpret_cast<const uint2*>(xa_at(p, site, position)) + quad);
+        *reinterpret_cast<uint2*>(xa + item / quads * pitch + quad * 8) = v;
     }
 }
 

@@ -36,6 +36,7 @@ struct DeltaParams {
     uint64_t tile_count;
     uint64_t perm;
     uint64_t x_rows;
+    uint64_t counters;
     uint32_t rows;
     uint32_t x_row_count;
     uint32_t k_in;
@@ -66,7 +67,7 @@ static_assert(sizeof(Tile) == 16);
 static_assert(sizeof(DeltaSite) == 88);
 static_assert(offsetof(DeltaSite, a) == 32 && offsetof(DeltaSite, partials) == 64);
 static_assert(offsetof(DeltaSite, scale) == 72 && offsetof(DeltaSite, max_rank) == 84);
-static_assert(sizeof(DeltaParams) == 96 + 88 * kMaxSites);
-static_assert(offsetof(DeltaParams, x_rows) == 40 && offsetof(DeltaParams, rows) == 48);
-static_assert(offsetof(DeltaParams, pass_first) == 80 && offsetof(DeltaParams, sites) == 96);
+static_assert(sizeof(DeltaParams) == 104 + 88 * kMaxSites);
+static_assert(offsetof(DeltaParams, x_rows) == 40 && offsetof(DeltaParams, rows) == 56);
+static_assert(offsetof(DeltaParams, pass_first) == 88 && offsetof(DeltaParams, sites) == 104);
 static_assert(sizeof(GroupParams) == 48);

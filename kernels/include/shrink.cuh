@@ -9,7 +9,8 @@
 // Small tiles (up to 8 rows): each of a block's 8 warps holds one chunk of 16 rank rows in registers, straight from global memory;
 // the chunk sums meet in shared memory. The work is reading A once; the loads are issued before the wait for the predecessor.
 // Large tiles (up to 64 rows): chunks of x and of A pass through shared memory in three asynchronous stages; a warp owns 16 rank rows
-// and some of the x rows for the whole block, so chunk sums never leave its registers.
+// and some of the x rows for the whole block, so chunk sums never leave its registers. The last of a tile's k blocks to arrive adds all
+// of them up, in order, for the expand kernel, whose blocks are many; of a small tile each expand block does that itself, which is quicker.
 #pragma once
 
 #include "primitives.cuh"
@@ -27,7 +28,7 @@ constexpr int kExchangeFloats = kShrinkWarps * kSmallTileRows * kExchangePitch;
 
 constexpr int kStages = 3;
 constexpr int kChunkBytes = kChunkK * 2;
-constexpr int kMaxTiledGroups = 4;
+constexpr int kMaxTiledGroups = kRanksABlock / kRankGranule;
 
 struct Lane {
     uint32_t warp;
@@ -249,6 +250,32 @@ struct TiledShrink {
     }
 };
 
+// Called by all threads once a block's partial sums of a large tile are stored: the last k block to arrive finishes the tile.
+__device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
+                                                  const Tile& tile, uint32_t ranks) {
+    __shared__ bool last;
+    const uint32_t rank_blocks = (site.max_rank + kRanksABlock - 1) / kRanksABlock;
+    const uint32_t place = (tile.first - p.pass_first) / kSmallTileRows;
+    const uint64_t tiles = p.pass_rows / kSmallTileRows + 1;
+    uint32_t* counter = reinterpret_cast<uint32_t*>(p.counters) +
+                        (work.site * rank_blocks + work.first_rank / kRanksABlock) * tiles + place;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1u) + 1 == p.k_blocks;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const uint32_t quads = (min(ranks, uint32_t(kRanksABlock)) + kRankGranule - 1) / kRankGranule * (kRankGranule / 4);
+    for (uint32_t item = threadIdx.x; item < tile.count * quads; item += kShrinkThreads) {
+        const uint32_t position = tile.first + item / quads;
+        const uint32_t rank = work.first_rank + item % quads * 4;
+        *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = finish_xa(p, site, position, rank);
+    }
+}
+
 // Tiles of up to 8 rows (longer ones in turns of 8), 16 ranks a block.
 template <bool kAligned>
 __device__ __forceinline__ void shrink_small(const DeltaParams& p) {
@@ -307,5 +334,6 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
         } else {
             TiledShrink<4>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
         }
+        finish_large_tile(p, site, work, tile, ranks);
     }
 }

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include "params.cuh"
+#include "primitives.cuh"
 
 __device__ __forceinline__ uint32_t tile_total(const DeltaParams& p) {
     if (p.tiles == 0) return p.max_tiles;
@@ -62,4 +63,28 @@ __device__ __forceinline__ float* partials_at(const DeltaParams& p, const DeltaS
     const uint64_t room = uint64_t(p.pass_rows) + kLargeTileRows;
     const uint64_t row = uint64_t(block) * room + (position - p.pass_first);
     return reinterpret_cast<float*>(site.partials) + row * site.max_rank;
+}
+
+// BF16 `x @ A^T` of position `position`, kept for large tiles: `max_rank` elements.
+__device__ __forceinline__ __nv_bfloat16* xa_at(const DeltaParams& p, const DeltaSite& site, uint32_t position) {
+    const uint64_t room = uint64_t(p.pass_rows) + kLargeTileRows;
+    float* after = reinterpret_cast<float*>(site.partials) + p.k_blocks * room * site.max_rank;
+    return reinterpret_cast<__nv_bfloat16*>(after) + uint64_t(position - p.pass_first) * site.max_rank;
+}
+
+// Sums of 4 ranks from `rank` on of one position over the k blocks, in order, as BF16.
+__device__ __forceinline__ uint2 finish_xa(const DeltaParams& p, const DeltaSite& site, uint32_t position, uint32_t rank) {
+    const float* from = partials_at(p, site, 0, position) + rank;
+    const uint64_t block_stride = (uint64_t(p.pass_rows) + kLargeTileRows) * site.max_rank;
+    float4 total = __ldcg(reinterpret_cast<const float4*>(from));
+#pragma unroll 4
+    for (uint32_t block = 1; block < p.k_blocks; ++block) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(from + block * block_stride));
+        total.x += v.x;
+        total.y += v.y;
+        total.z += v.z;
+        total.w += v.w;
+    }
+    return make_uint2(float_to_bf16_bits(total.x) | float_to_bf16_bits(total.y) << 16,
+                      float_to_bf16_bits(total.z) | float_to_bf16_bits(total.w) << 16);
 }

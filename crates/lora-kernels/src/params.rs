@@ -18,6 +18,9 @@ pub const CHUNK_K: u32 = 128;
 /// k in one block: eight chunk sums added in order; block sums are added in order.
 pub const BLOCK_K: u32 = 1024;
 
+/// Ranks that one block of the shrink kernel takes of a large tile.
+pub const RANKS_A_BLOCK: u32 = 64;
+
 /// Flag of [`DeltaParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
 /// that they may be read before it has finished. Backends set it themselves.
 pub const FLAG_TILES_READY: u32 = 1;
@@ -56,7 +59,8 @@ pub struct DeltaSite {
     pub out: u64,
     /// Elements from one row of out to the next.
     pub out_stride: u64,
-    /// f32 partial sums of this site, `[k blocks][positions of a pass][max_rank]`.
+    /// Scratch of this site, [`site_scratch_bytes`] long: f32 partial sums `[k blocks][pass_rows + LARGE_TILE_ROWS][max_rank]`, then
+    /// BF16 `x @ A^T` of large tiles `[pass_rows + LARGE_TILE_ROWS][max_rank]`.
     pub partials: u64,
     /// Pair mode: scale.
     pub scale: f32,
@@ -87,6 +91,8 @@ pub struct DeltaParams {
     pub perm: u64,
     /// u32 map from out row to x row; 0 = divide by `x_div`.
     pub x_rows: u64,
+    /// u32 counters of [`counter_bytes`] bytes, zero before and after every launch: how many k blocks of a large tile are done.
+    pub counters: u64,
     /// Rows of out (and positions at most).
     pub rows: u32,
     /// Rows of x.
@@ -106,7 +112,7 @@ pub struct DeltaParams {
     pub site_count: u32,
     /// First position of this pass: tiles whose `first` is outside `pass_first..pass_first + pass_rows` do nothing.
     pub pass_first: u32,
-    /// Positions of this pass. A site's partials have room for `pass_rows + LARGE_TILE_ROWS` positions.
+    /// Positions of this pass.
     pub pass_rows: u32,
     /// Tiles at most (grid size); the list may hold fewer. Where `tiles` is 0, the tiles there are.
     pub max_tiles: u32,
@@ -138,6 +144,21 @@ pub struct GroupParams {
     pub max_tiles: u32,
 }
 
+/// Bytes of scratch that one site of a launch takes: a multiple of 256.
+///
+/// `k_in` is the width of x, `pass_rows` the positions of a pass, `max_rank` the padded rank.
+pub const fn site_scratch_bytes(k_in: u64, pass_rows: u64, max_rank: u64) -> u64 {
+    let room = pass_rows + LARGE_TILE_ROWS as u64;
+    let bytes_a_rank = k_in.div_ceil(BLOCK_K as u64) * 4 + 2;
+    (room * max_rank * bytes_a_rank).next_multiple_of(256)
+}
+
+/// Bytes of the counters of a launch of `pass_rows` positions and padded rank `max_rank`, [`MAX_SITES`] sites.
+pub const fn counter_bytes(pass_rows: u64, max_rank: u64) -> u64 {
+    let tiles = pass_rows / SMALL_TILE_ROWS as u64 + 1;
+    (tiles * max_rank.div_ceil(RANKS_A_BLOCK as u64) * MAX_SITES as u64 * 4).next_multiple_of(256)
+}
+
 const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<Tile>() == 16);
@@ -146,10 +167,10 @@ const _: () = {
     assert!(offset_of!(DeltaSite, partials) == 64);
     assert!(offset_of!(DeltaSite, scale) == 72);
     assert!(offset_of!(DeltaSite, max_rank) == 84);
-    assert!(size_of::<DeltaParams>() == 96 + 88 * MAX_SITES);
+    assert!(size_of::<DeltaParams>() == 104 + 88 * MAX_SITES);
     assert!(offset_of!(DeltaParams, x_rows) == 40);
-    assert!(offset_of!(DeltaParams, rows) == 48);
-    assert!(offset_of!(DeltaParams, pass_first) == 80);
-    assert!(offset_of!(DeltaParams, sites) == 96);
+    assert!(offset_of!(DeltaParams, rows) == 56);
+    assert!(offset_of!(DeltaParams, pass_first) == 88);
+    assert!(offset_of!(DeltaParams, sites) == 104);
     assert!(size_of::<GroupParams>() == 48);
 };
