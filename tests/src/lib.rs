@@ -1,1 +1,3 @@
 //! Tests that cross crates.
+
+#![forbid(unsafe_code)]

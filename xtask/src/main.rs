@@ -1,3 +1,50 @@
-//! Development tasks.
+//! Development tasks of the workspace: `cargo xtask <command>`, one file a command.
+//!
+//! * `tidy` holds the rules that the compiler does not: layers, `unsafe`, argument counts, where names and
+//!   environment reads may stand;
+//! * `build-kernels` compiles `kernels/src/*.cu` to the PTX that is checked in, or checks that it is what the sources
+//!   give;
+//! * `gpu-bundle` packs test and bench executables for a GPU machine that has no cargo.
 
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod build_kernels;
+mod gpu_bundle;
+mod tidy;
+mod workspace;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Development tasks of the workspace.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Check the workspace's own rules and list files and functions that may be two things.
+    Tidy,
+    /// Compile the CUDA sources to checked-in PTX and report registers, spills and shared memory.
+    BuildKernels(build_kernels::Args),
+    /// Pack test and bench executables and the CLI for a GPU machine without cargo.
+    GpuBundle(gpu_bundle::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Tidy => tidy::run(&workspace::root()),
+        Command::BuildKernels(args) => build_kernels::run(&workspace::root(), &args),
+        Command::GpuBundle(args) => gpu_bundle::run(&workspace::root(), &args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,3 +1,5 @@
 //! The `lora` command.
 
+#![forbid(unsafe_code)]
+
 fn main() {}

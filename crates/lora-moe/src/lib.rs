@@ -1,1 +1,3 @@
 //! lora-moe
+
+#![forbid(unsafe_code)]

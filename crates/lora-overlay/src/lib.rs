@@ -1,1 +1,3 @@
 //! lora-overlay
+
+#![forbid(unsafe_code)]

@@ -1,1 +1,3 @@
 //! lora-runtime
+
+#![forbid(unsafe_code)]
