@@ -3,7 +3,10 @@
 //! Every module of `kernels/KERNEL.toml` is compiled for every target to `kernels/ptx/<target>/<module>.ptx`. ptxas then
 //! assembles the PTX and says what each kernel takes; a spill, a stack frame or a block over the target's shared memory
 //! is an error. With `--check` nothing is written: PTX that is not what the sources give is an error too.
+//!
+//! The header with the numbers that Rust and CUDA share is made first, from the Rust constants.
 
+mod constants;
 mod manifest;
 mod nvcc;
 mod ptxas;
@@ -38,7 +41,12 @@ pub(crate) struct Args {
 pub(crate) fn run(root: &Path, args: &Args) -> Result<()> {
     let toolchain = Toolchain::find(&target_dir(root), args.install_nvcc)?;
     println!("nvcc: {}", toolchain.nvcc.display());
-    build(&root.join("kernels"), &toolchain, &args.target, args.check)
+    let kernels = root.join("kernels");
+    let constants = format!("{GENERATED}{}", constants::header(root)?);
+    if let Some(problem) = settle(&kernels.join(constants::HEADER), &constants, args.check)? {
+        bail!("{problem}");
+    }
+    build(&kernels, &toolchain, &args.target, args.check)
 }
 
 /// One module for one target.
@@ -112,7 +120,7 @@ fn build(kernels: &Path, toolchain: &Toolchain, target: &str, check: bool) -> Re
     Ok(())
 }
 
-/// Writes fresh PTX, or with `check` says whether the file at `path` is stale.
+/// Writes a generated file, or with `check` says whether the one at `path` is stale.
 fn settle(path: &Path, fresh: &str, check: bool) -> Result<Option<String>> {
     let existing = std::fs::read_to_string(path).unwrap_or_default();
     if body(&existing) == body(fresh) && existing.starts_with(GENERATED) {
@@ -122,7 +130,7 @@ fn settle(path: &Path, fresh: &str, check: bool) -> Result<Option<String>> {
         let what = if existing.is_empty() {
             "is missing"
         } else {
-            "is not what its source gives"
+            "is not what its sources give"
         };
         return Ok(Some(format!(
             "{} {what}: run `cargo xtask build-kernels`",
@@ -277,7 +285,7 @@ extern "C" __global__ void big(float* p) {
         assert!(
             stale
                 .to_string()
-                .contains("h200/probe.ptx is not what its source gives"),
+                .contains("h200/probe.ptx is not what its sources give"),
             "{stale}"
         );
     }
