@@ -214,7 +214,7 @@ struct TiledShrink {
             copy_async_commit();
             const char* stage = stages + chunk % kStages * kStageBytes;
             float sum[kColumns][4] = {};
-#pragma unroll
+#pragma unroll 2
             for (int step = 0; step < kChunkSteps; ++step) {
                 const uint32_t piece = step * 4 + lane.quarter;
                 const char* a_stage = stage + kLargeTileRows * kChunkBytes;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const De
     __syncthreads();
     if (!last) return;
     __threadfence();
-    const uint32_t quads = (min(ranks, uint32_t(kRanksABlock)) + kRankGranule - 1) / kRankGranule * (kRankGranule / 4);
+    const uint32_t quads = (ranks + kRankGranule - 1) / kRankGranule * (kRankGranule / 4);
     for (uint32_t item = threadIdx.x; item < tile.count * quads; item += kShrinkThreads) {
         const uint32_t position = tile.first + item / quads;
         const uint32_t rank = work.first_rank + item % quads * 4;
@@ -276,8 +276,7 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const De
     }
 }
 
-// Tiles of up to 8 rows (longer ones in turns of 8), 16 ranks a block.
-template <bool kAligned>
+// Tiles of up to 8 rows, 16 ranks a block.
 __device__ __forceinline__ void shrink_small(const DeltaParams& p) {
     __shared__ float exchange[kExchangeFloats];
     const Lane lane = lane_of_thread();
@@ -290,17 +289,18 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p) {
         const Tile tile = tile_at(p, index);
         const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
         if (!tile_in_pass(p, tile) || adapter.rank <= work.first_rank) continue;
-        WeightChunk<kAligned> a;
+        WeightChunk<true> a;
         a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
         if (!waited) wait_for_predecessor();
         waited = true;
         let_dependents_start();
-        shrink_rows8<kAligned>(p, site, work, tile, a, exchange, lane);
+        shrink_rows8<true>(p, site, work, tile, a, exchange, lane);
     }
     if (!waited) wait_for_predecessor();
 }
 
-// Tiles of both kinds, 64 ranks a block.
+// Tiles of both kinds, 64 ranks a block. Without 16-byte aligned rows (`kAligned` false) large tiles are taken 8 rows at a time.
+template <bool kAligned>
 __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
     extern __shared__ __align__(128) char shared[];
     __shared__ const __nv_bfloat16* x_rows[kLargeTileRows];
@@ -314,26 +314,27 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
         const Tile tile = tile_at(p, index);
         const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
         if (!tile_in_pass(p, tile) || adapter.rank <= work.first_rank) continue;
-        const uint32_t ranks = adapter.rank - work.first_rank;
-        if (tile.count <= kSmallTileRows) {
-            for (int group = 0; group < kMaxTiledGroups && group * kRankGranule < ranks; ++group) {
-                const ShrinkWork part{work.k_block, work.first_rank + group * kRankGranule, work.site};
-                WeightChunk<true> a;
+        const uint32_t ranks = min(adapter.rank - work.first_rank, uint32_t(kRanksABlock));
+        __syncthreads();
+        if (!kAligned || tile.count <= kSmallTileRows) {
+#pragma unroll 1
+            for (uint32_t rank = 0; rank < ranks; rank += kRankGranule) {
+                const ShrinkWork part{work.k_block, work.first_rank + rank, work.site};
+                WeightChunk<kAligned> a;
                 a.load(adapter, part.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-                shrink_rows8<true>(p, site, part, tile, a, reinterpret_cast<float*>(shared), lane);
+                shrink_rows8<kAligned>(p, site, part, tile, a, reinterpret_cast<float*>(shared), lane);
             }
-            continue;
-        }
-        __syncthreads();
-        if (threadIdx.x < kLargeTileRows) x_rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
-        __syncthreads();
-        if (ranks <= kRankGranule) {
-            TiledShrink<1>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
-        } else if (ranks <= 2 * kRankGranule) {
-            TiledShrink<2>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
         } else {
-            TiledShrink<4>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+            if (threadIdx.x < kLargeTileRows) x_rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
+            __syncthreads();
+            if (ranks <= kRankGranule) {
+                TiledShrink<1>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+            } else if (ranks <= 2 * kRankGranule) {
+                TiledShrink<2>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+            } else {
+                TiledShrink<4>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+            }
         }
-        finish_large_tile(p, site, work, tile, ranks);
+        if (tile.count > kSmallTileRows) finish_large_tile(p, site, work, tile, ranks);
     }
 }

@@ -1,13 +1,13 @@
 #include "shrink.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads) lora_shrink_small(const __grid_constant__ DeltaParams p) {
-    shrink_small<true>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(kShrinkThreads) lora_shrink_unaligned(const __grid_constant__ DeltaParams p) {
-    shrink_small<false>(p);
+    shrink_small(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p) {
-    shrink_mixed(p);
+    shrink_mixed<true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1) lora_shrink_unaligned(const __grid_constant__ DeltaParams p) {
+    shrink_mixed<false>(p);
 }
