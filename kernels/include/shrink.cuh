@@ -202,7 +202,7 @@ struct TiledShrink {
         const uint32_t rank_row = lane.warp % kGroups * kRankGranule + lane.group;
         const uint32_t first = lane.warp / kGroups * kRowsPerWarp;
         float block_sum[kColumns][4];
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < kStages - 1; ++stage) {
             if (stage < chunks) copy_chunk(stage);
             copy_async_commit();
