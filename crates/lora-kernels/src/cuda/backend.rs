@@ -1,0 +1,236 @@
+use super::driver::{self, Device, Launch, Named};
+use super::memory::{Context, Memory};
+use super::module::{Kernel, Kernels, PtxTarget};
+use super::plan::{KernelLaunch, plan_delta, plan_group_rows};
+use super::{CudaError, DeviceTimer, Graph};
+use crate::params::{FLAG_TILES_READY, GroupParams};
+use crate::{DeltaParams, DeviceCaps, KernelError, LoraBackend, Stream};
+use cudarc::driver::{result, sys};
+use lora_weights::device::{
+    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// An NVIDIA GPU, through an engine's own context or the device's primary one.
+///
+/// Launches go to the stream that they are given; nothing here synchronizes it. Uploads have a stream of their own.
+pub struct CudaBackend {
+    memory: Arc<Memory>,
+    kernels: Kernels,
+    stream: sys::CUstream,
+    caps: DeviceCaps,
+    target: PtxTarget,
+    l2_bytes: u64,
+    just_grouped: JustGrouped,
+}
+
+// SAFETY: handles are driver-owned names that any thread may use once it has bound the context, which every method does first.
+unsafe impl Send for CudaBackend {}
+// SAFETY: as above; the driver locks for itself.
+unsafe impl Sync for CudaBackend {}
+
+impl CudaBackend {
+    /// Device `ordinal`, its primary context, a stream of its own.
+    ///
+    /// # Errors
+    /// [`CudaError`] names what is missing: the driver, the device, or kernels for its architecture.
+    pub fn new(ordinal: u32) -> Result<Self, CudaError> {
+        let device = Device::open(ordinal)?;
+        let context = Context::primary(&device)?;
+        Self::build(&device, context)
+    }
+
+    /// An engine's own context (a `CUcontext` as an integer).
+    ///
+    /// # Safety
+    /// `context` is live and stays so while this backend lives.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::new`].
+    pub unsafe fn with_context(context: u64) -> Result<Self, CudaError> {
+        driver::init()?;
+        // SAFETY: the caller vouches for the context.
+        let context = unsafe { Context::borrowed(context as sys::CUcontext) };
+        context.bind()?;
+        Self::build(&Device::current()?, context)
+    }
+
+    fn build(device: &Device, context: Context) -> Result<Self, CudaError> {
+        let target = PtxTarget::for_device(device.major, device.minor)?;
+        let memory = Arc::new(Memory::new(context)?);
+        let kernels = Kernels::load(&target, device.shared_bytes)?;
+        let stream =
+            result::stream::create(result::stream::StreamKind::NonBlocking).named("creating the launch stream")?;
+        let caps = DeviceCaps {
+            name: device.name.clone(),
+            units: device.multiprocessors,
+            shared_bytes: device.shared_bytes,
+        };
+        let l2_bytes = device.l2_bytes;
+        Ok(Self { memory, kernels, stream, caps, target, l2_bytes, just_grouped: JustGrouped::default() })
+    }
+
+    /// The PTX in use.
+    pub fn target(&self) -> &PtxTarget {
+        &self.target
+    }
+
+    /// Bytes of the L2 cache.
+    pub fn l2_bytes(&self) -> u64 {
+        self.l2_bytes
+    }
+
+    /// Captures what `enqueue` launches on the given stream into a graph.
+    ///
+    /// # Errors
+    /// What `enqueue` returns, or [`CudaError`] where the driver refuses the capture.
+    pub fn capture(&self, enqueue: impl FnOnce(Stream) -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+        self.memory.context.bind()?;
+        Graph::capture(self.stream, || enqueue(Stream::OWN))
+    }
+
+    /// Replays `graph` on the backend's own stream.
+    ///
+    /// # Errors
+    /// [`CudaError`] where the driver refuses.
+    pub fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        Ok(graph.launch(self.stream)?)
+    }
+
+    /// A pair of events that time work on the backend's own stream.
+    ///
+    /// # Errors
+    /// [`CudaError`] where the driver refuses.
+    pub fn timer(&self) -> Result<DeviceTimer, KernelError> {
+        self.memory.context.bind()?;
+        Ok(DeviceTimer::new(self.stream)?)
+    }
+
+    fn raw(&self, stream: Stream) -> sys::CUstream {
+        if stream == Stream::OWN { self.stream } else { stream.raw() as sys::CUstream }
+    }
+
+    fn enqueue(&self, launch: &KernelLaunch, stream: Stream, arguments: &mut [*mut c_void]) -> Result<(), CudaError> {
+        if launch.shared_bytes > self.caps.shared_bytes {
+            return Err(CudaError::SharedMemory {
+                kernel: launch.kernel.symbol(),
+                needed: launch.shared_bytes,
+                limit: self.caps.shared_bytes,
+            });
+        }
+        let launch = Launch {
+            function: self.kernels.function(launch.kernel),
+            grid: launch.grid,
+            block: launch.block,
+            shared_bytes: launch.shared_bytes,
+            stream: self.raw(stream),
+        };
+        // SAFETY: callers pass exactly the parameters of the kernel that the plan names. Views of engine memory were vouched for when
+        // they were made; pool, tables and scratch are owned by objects that outlive their launches.
+        unsafe { driver::launch(&launch, arguments) }
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        if self.memory.context.bind().is_ok() {
+            // SAFETY: created in `build`; waited for and not used again.
+            unsafe {
+                let _ = result::stream::synchronize(self.stream);
+                let _ = result::stream::destroy(self.stream);
+            }
+            self.kernels.unload();
+        }
+    }
+}
+
+impl LoraBackend for CudaBackend {
+    fn caps(&self) -> &DeviceCaps {
+        &self.caps
+    }
+
+    fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        let mut params = *params;
+        self.enqueue(&plan_group_rows(&params), stream, &mut [(&raw mut params).cast()])?;
+        self.just_grouped.set(stream);
+        Ok(())
+    }
+
+    fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        let mut params = *params;
+        params.flags = if self.just_grouped.take(stream) { 0 } else { FLAG_TILES_READY };
+        let plan = plan_delta(&params, &self.caps);
+        self.enqueue(&plan.shrink, stream, &mut [(&raw mut params).cast()])?;
+        let mut steps = plan.expand_steps;
+        self.enqueue(&plan.expand, stream, &mut [(&raw mut params).cast(), (&raw mut steps).cast()])?;
+        Ok(())
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        // SAFETY: the stream is live: it is the backend's own, or vouched for by `Stream::from_raw`.
+        Ok(unsafe { result::stream::synchronize(self.raw(stream)) }.named("waiting for a stream")?)
+    }
+}
+
+impl DeviceMemory for CudaBackend {
+    fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
+        self.memory.alloc_zeroed(bytes)
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
+        self.memory.free(ptr)
+    }
+
+    fn memory_info(&self) -> Result<MemoryInfo, MemoryError> {
+        self.memory.info()
+    }
+
+    fn stage(&self, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError> {
+        self.memory.stage(bytes)
+    }
+
+    fn upload(
+        &self,
+        source: Box<dyn StagingBuffer>,
+        copies: &[UploadCopy],
+    ) -> Result<Box<dyn Completion>, MemoryError> {
+        self.memory.upload(source, copies)
+    }
+
+    fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {
+        self.memory.download(src, dst)
+    }
+}
+
+/// Streams whose last launch from here grouped rows. The next delta launch there must not read the tiles before its wait.
+#[derive(Default)]
+struct JustGrouped {
+    count: AtomicUsize,
+    streams: Mutex<Vec<Stream>>,
+}
+
+impl JustGrouped {
+    fn set(&self, stream: Stream) {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if !streams.contains(&stream) {
+            streams.push(stream);
+        }
+        self.count.store(streams.len(), Ordering::Release);
+    }
+
+    fn take(&self, stream: Stream) -> bool {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return false;
+        }
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = streams.iter().position(|other| *other == stream).map(|at| streams.swap_remove(at)).is_some();
+        self.count.store(streams.len(), Ordering::Release);
+        found
+    }
+}

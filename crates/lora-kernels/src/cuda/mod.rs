@@ -1,0 +1,17 @@
+//! The CUDA backend: driver API only, loaded when the program runs, so that nothing is needed at build time.
+//!
+//! Three layers: `driver` (calls that return results), owners (`module`, `memory`, [`Graph`]) and [`CudaBackend`] on top.
+
+mod backend;
+mod driver;
+mod error;
+mod graph;
+mod memory;
+mod module;
+mod plan;
+
+pub use backend::CudaBackend;
+pub use error::CudaError;
+pub use graph::{DeviceTimer, Graph};
+pub use module::{Kernel, PtxTarget};
+pub use plan::{DeltaPlan, KernelLaunch, plan_delta, plan_group_rows};

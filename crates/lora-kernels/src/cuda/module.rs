@@ -1,0 +1,186 @@
+//! The kernels by name, their PTX, and the handles that launches use.
+
+use super::{CudaError, driver};
+use cudarc::driver::sys;
+
+/// Every kernel of this crate. The only place where their symbols are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kernel {
+    /// Counting sort of rows by table entry, and the tile list.
+    GroupRows,
+    /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
+    ShrinkSmall,
+    /// The same, tiles of up to 64 rows, 64 ranks a block.
+    ShrinkMixed,
+    /// The same for rows that are not 16-byte aligned.
+    ShrinkUnaligned,
+    /// Expand and fold, padded rank 16.
+    Expand16,
+    /// Expand and fold, padded rank up to 64.
+    Expand64,
+    /// Expand and fold, any padded rank.
+    Expand512,
+}
+
+impl Kernel {
+    /// Every kernel.
+    pub const ALL: [Self; 7] = [
+        Self::GroupRows,
+        Self::ShrinkSmall,
+        Self::ShrinkMixed,
+        Self::ShrinkUnaligned,
+        Self::Expand16,
+        Self::Expand64,
+        Self::Expand512,
+    ];
+
+    /// Name in the PTX.
+    pub fn symbol(self) -> &'static str {
+        match self {
+            Self::GroupRows => "lora_group_rows",
+            Self::ShrinkSmall => "lora_shrink_small",
+            Self::ShrinkMixed => "lora_shrink_mixed",
+            Self::ShrinkUnaligned => "lora_shrink_unaligned",
+            Self::Expand16 => "lora_expand_16",
+            Self::Expand64 => "lora_expand_64",
+            Self::Expand512 => "lora_expand_512",
+        }
+    }
+
+    fn module(self) -> ModuleName {
+        match self {
+            Self::GroupRows => ModuleName::GroupRows,
+            Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
+            Self::Expand16 | Self::Expand64 | Self::Expand512 => ModuleName::Expand,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ModuleName {
+    GroupRows,
+    Shrink,
+    Expand,
+}
+
+impl ModuleName {
+    const ALL: [Self; 3] = [Self::GroupRows, Self::Shrink, Self::Expand];
+}
+
+/// PTX built for one architecture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PtxTarget {
+    /// Name in `kernels/KERNEL.toml`.
+    pub name: &'static str,
+    /// Compute capability, `10 * major + minor`.
+    pub capability: u32,
+    modules: [&'static str; ModuleName::ALL.len()],
+}
+
+macro_rules! ptx {
+    ($target:literal) => {
+        [
+            include_str!(concat!("../../../../kernels/ptx/", $target, "/group_rows.ptx")),
+            include_str!(concat!("../../../../kernels/ptx/", $target, "/shrink.ptx")),
+            include_str!(concat!("../../../../kernels/ptx/", $target, "/expand.ptx")),
+        ]
+    };
+}
+
+impl PtxTarget {
+    /// Targets that are built in, newest architecture first.
+    pub const ALL: [Self; 2] = [
+        Self { name: "gb10", capability: 121, modules: ptx!("gb10") },
+        Self { name: "h200", capability: 90, modules: ptx!("h200") },
+    ];
+
+    /// The PTX for a device of this compute capability: built for it exactly, else the newest that the driver can compile for it.
+    ///
+    /// # Errors
+    /// [`CudaError::UnsupportedArchitecture`] where every target is newer than the device.
+    pub fn for_device(major: u32, minor: u32) -> Result<Self, CudaError> {
+        let capability = major * 10 + minor;
+        Self::ALL.into_iter().find(|target| target.capability <= capability).ok_or_else(|| {
+            CudaError::UnsupportedArchitecture { major, minor, supported: Self::ALL.iter().map(|t| t.name).collect() }
+        })
+    }
+}
+
+/// All kernels of a target, loaded into a context and resolved.
+pub(super) struct Kernels {
+    modules: Vec<sys::CUmodule>,
+    functions: [sys::CUfunction; Kernel::ALL.len()],
+}
+
+// SAFETY: module and function handles are driver-owned names that any thread may use; the driver locks for itself.
+unsafe impl Send for Kernels {}
+// SAFETY: as above; nothing is mutated after loading.
+unsafe impl Sync for Kernels {}
+
+impl Kernels {
+    /// Loads every module into the current context and resolves every kernel, each with as much dynamic shared memory as a
+    /// block of the device may use.
+    pub(super) fn load(target: &PtxTarget, shared_limit: u32) -> Result<Self, CudaError> {
+        let mut kernels = Self { modules: Vec::new(), functions: [std::ptr::null_mut(); Kernel::ALL.len()] };
+        for ptx in target.modules {
+            kernels.modules.push(driver::load_module(ptx)?);
+        }
+        for kernel in Kernel::ALL {
+            let function = driver::function(kernels.modules[kernel.module() as usize], kernel.symbol())?
+                .ok_or(CudaError::MissingKernel { kernel: kernel.symbol(), target: target.name })?;
+            driver::allow_dynamic_shared(function, shared_limit)?;
+            kernels.functions[kernel as usize] = function;
+        }
+        Ok(kernels)
+    }
+
+    pub(super) fn function(&self, kernel: Kernel) -> sys::CUfunction {
+        self.functions[kernel as usize]
+    }
+
+    /// Unloads the modules; the context must be current and no launch pending.
+    pub(super) fn unload(&mut self) {
+        for module in self.modules.drain(..) {
+            driver::unload_module(module);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exact_target_wins_and_newer_devices_take_the_newest_older_ptx() {
+        assert_eq!(PtxTarget::for_device(9, 0).unwrap().name, "h200");
+        assert_eq!(PtxTarget::for_device(12, 1).unwrap().name, "gb10");
+        assert_eq!(PtxTarget::for_device(10, 0).unwrap().name, "h200");
+        assert_eq!(PtxTarget::for_device(12, 0).unwrap().name, "h200");
+    }
+
+    #[test]
+    fn older_devices_are_refused_by_name() {
+        let error = PtxTarget::for_device(8, 0).unwrap_err();
+        assert!(error.to_string().contains("8.0") && error.to_string().contains("host backend"), "{error}");
+    }
+
+    #[test]
+    fn every_symbol_is_in_the_ptx_of_every_target() {
+        for target in PtxTarget::ALL {
+            for kernel in Kernel::ALL {
+                let entry = format!(".entry {}(", kernel.symbol());
+                assert!(target.modules[kernel.module() as usize].contains(&entry), "{} {entry}", target.name);
+            }
+        }
+    }
+
+    #[test]
+    fn indices_follow_declaration_order() {
+        for (index, kernel) in Kernel::ALL.into_iter().enumerate() {
+            assert_eq!(kernel as usize, index);
+        }
+        for (index, module) in ModuleName::ALL.into_iter().enumerate() {
+            assert_eq!(module as usize, index);
+        }
+    }
+}
