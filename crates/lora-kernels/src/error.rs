@@ -1,3 +1,4 @@
+use crate::cuda::CudaError;
 use lora_weights::device::MemoryError;
 
 /// Why a launch was refused.
@@ -7,4 +8,7 @@ pub enum KernelError {
     /// Device memory refused.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// CUDA cannot be used, or refused a call.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
 }

@@ -1,6 +1,6 @@
 use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
-use super::module::{Kernel, Kernels, PtxTarget};
+use super::module::{Kernels, PtxTarget};
 use super::plan::{KernelLaunch, plan_delta, plan_group_rows};
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{FLAG_TILES_READY, GroupParams};
@@ -61,15 +61,23 @@ impl CudaBackend {
         let target = PtxTarget::for_device(device.major, device.minor)?;
         let memory = Arc::new(Memory::new(context)?);
         let kernels = Kernels::load(&target, device.shared_bytes)?;
-        let stream =
-            result::stream::create(result::stream::StreamKind::NonBlocking).named("creating the launch stream")?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .named("creating the launch stream")?;
         let caps = DeviceCaps {
             name: device.name.clone(),
             units: device.multiprocessors,
             shared_bytes: device.shared_bytes,
         };
         let l2_bytes = device.l2_bytes;
-        Ok(Self { memory, kernels, stream, caps, target, l2_bytes, just_grouped: JustGrouped::default() })
+        Ok(Self {
+            memory,
+            kernels,
+            stream,
+            caps,
+            target,
+            l2_bytes,
+            just_grouped: JustGrouped::default(),
+        })
     }
 
     /// The PTX in use.
@@ -86,7 +94,10 @@ impl CudaBackend {
     ///
     /// # Errors
     /// What `enqueue` returns, or [`CudaError`] where the driver refuses the capture.
-    pub fn capture(&self, enqueue: impl FnOnce(Stream) -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+    pub fn capture(
+        &self,
+        enqueue: impl FnOnce(Stream) -> Result<(), KernelError>,
+    ) -> Result<Graph, KernelError> {
         self.memory.context.bind()?;
         Graph::capture(self.stream, || enqueue(Stream::OWN))
     }
@@ -110,10 +121,19 @@ impl CudaBackend {
     }
 
     fn raw(&self, stream: Stream) -> sys::CUstream {
-        if stream == Stream::OWN { self.stream } else { stream.raw() as sys::CUstream }
+        if stream == Stream::OWN {
+            self.stream
+        } else {
+            stream.raw() as sys::CUstream
+        }
     }
 
-    fn enqueue(&self, launch: &KernelLaunch, stream: Stream, arguments: &mut [*mut c_void]) -> Result<(), CudaError> {
+    fn enqueue(
+        &self,
+        launch: &KernelLaunch,
+        stream: Stream,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
         if launch.shared_bytes > self.caps.shared_bytes {
             return Err(CudaError::SharedMemory {
                 kernel: launch.kernel.symbol(),
@@ -155,7 +175,11 @@ impl LoraBackend for CudaBackend {
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        self.enqueue(&plan_group_rows(&params), stream, &mut [(&raw mut params).cast()])?;
+        self.enqueue(
+            &plan_group_rows(&params),
+            stream,
+            &mut [(&raw mut params).cast()],
+        )?;
         self.just_grouped.set(stream);
         Ok(())
     }
@@ -163,18 +187,27 @@ impl LoraBackend for CudaBackend {
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        params.flags = if self.just_grouped.take(stream) { 0 } else { FLAG_TILES_READY };
+        params.flags = if self.just_grouped.take(stream) {
+            0
+        } else {
+            FLAG_TILES_READY
+        };
         let plan = plan_delta(&params, &self.caps);
         self.enqueue(&plan.shrink, stream, &mut [(&raw mut params).cast()])?;
         let mut steps = plan.expand_steps;
-        self.enqueue(&plan.expand, stream, &mut [(&raw mut params).cast(), (&raw mut steps).cast()])?;
+        self.enqueue(
+            &plan.expand,
+            stream,
+            &mut [(&raw mut params).cast(), (&raw mut steps).cast()],
+        )?;
         Ok(())
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         // SAFETY: the stream is live: it is the backend's own, or vouched for by `Stream::from_raw`.
-        Ok(unsafe { result::stream::synchronize(self.raw(stream)) }.named("waiting for a stream")?)
+        Ok(unsafe { result::stream::synchronize(self.raw(stream)) }
+            .named("waiting for a stream")?)
     }
 }
 
@@ -229,7 +262,11 @@ impl JustGrouped {
             return false;
         }
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = streams.iter().position(|other| *other == stream).map(|at| streams.swap_remove(at)).is_some();
+        let found = streams
+            .iter()
+            .position(|other| *other == stream)
+            .map(|at| streams.swap_remove(at))
+            .is_some();
         self.count.store(streams.len(), Ordering::Release);
         found
     }

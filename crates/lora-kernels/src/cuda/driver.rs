@@ -13,7 +13,10 @@ pub(super) trait Named<T> {
 
 impl<T> Named<T> for Result<T, DriverError> {
     fn named(self, operation: &'static str) -> Result<T, CudaError> {
-        self.map_err(|error| CudaError::Driver { operation, detail: format!("{error:?}") })
+        self.map_err(|error| CudaError::Driver {
+            operation,
+            detail: format!("{error:?}"),
+        })
     }
 }
 
@@ -52,7 +55,9 @@ impl Device {
     pub(super) fn current() -> Result<Self, CudaError> {
         let mut handle: sys::CUdevice = 0;
         // SAFETY: `handle` is writable; without a current context the driver returns an error.
-        unsafe { sys::cuCtxGetDevice(&mut handle) }.result().named("asking for the context's device")?;
+        unsafe { sys::cuCtxGetDevice(&mut handle) }
+            .result()
+            .named("asking for the context's device")?;
         Self::describe(handle)
     }
 
@@ -60,7 +65,8 @@ impl Device {
         use sys::CUdevice_attribute as Attribute;
         let attribute = |which| {
             // SAFETY: `handle` came from the driver.
-            unsafe { result::device::get_attribute(handle, which) }.named("reading a device attribute")
+            unsafe { result::device::get_attribute(handle, which) }
+                .named("reading a device attribute")
         };
         Ok(Self {
             handle,
@@ -68,7 +74,9 @@ impl Device {
             major: attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
             minor: attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+            shared_bytes: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )? as u32,
             l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
         })
     }
@@ -91,7 +99,10 @@ pub(super) fn unload_module(module: sys::CUmodule) {
 }
 
 /// `None` where the module has no such kernel.
-pub(super) fn function(module: sys::CUmodule, symbol: &str) -> Result<Option<sys::CUfunction>, CudaError> {
+pub(super) fn function(
+    module: sys::CUmodule,
+    symbol: &str,
+) -> Result<Option<sys::CUfunction>, CudaError> {
     let name = CString::new(symbol).expect("symbols hold no NUL");
     // SAFETY: `module` is loaded.
     match unsafe { result::module::get_function(module, name) } {
@@ -105,9 +116,13 @@ pub(super) fn function(module: sys::CUmodule, symbol: &str) -> Result<Option<sys
 pub(super) fn allow_dynamic_shared(function: sys::CUfunction, limit: u32) -> Result<(), CudaError> {
     use sys::CUfunction_attribute as Attribute;
     // SAFETY: `function` is a kernel of a loaded module.
-    let fixed =
-        unsafe { result::function::get_function_attribute(function, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES) }
-            .named("reading a kernel's shared memory")?;
+    let fixed = unsafe {
+        result::function::get_function_attribute(
+            function,
+            Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        )
+    }
+    .named("reading a kernel's shared memory")?;
     let dynamic = limit as i32 - fixed;
     // SAFETY: as above.
     unsafe {
@@ -133,11 +148,16 @@ pub(super) struct Launch {
 ///
 /// # Safety
 /// `arguments` point to values of the kernel's parameter types; the addresses inside them are valid for the kernel until it has run.
-pub(super) unsafe fn launch(launch: &Launch, arguments: &mut [*mut c_void]) -> Result<(), CudaError> {
+pub(super) unsafe fn launch(
+    launch: &Launch,
+    arguments: &mut [*mut c_void],
+) -> Result<(), CudaError> {
     let mut attribute = sys::CUlaunchAttribute {
         id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
         pad: [0; 4],
-        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        value: sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        },
     };
     let config = sys::CUlaunchConfig {
         gridDimX: launch.grid[0],
@@ -152,9 +172,16 @@ pub(super) unsafe fn launch(launch: &Launch, arguments: &mut [*mut c_void]) -> R
         numAttrs: 1,
     };
     // SAFETY: `config` and `attribute` live through the call; the caller vouches for the arguments.
-    unsafe { sys::cuLaunchKernelEx(&config, launch.function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
-        .result()
-        .named("launching a kernel")
+    unsafe {
+        sys::cuLaunchKernelEx(
+            &config,
+            launch.function,
+            arguments.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    }
+    .result()
+    .named("launching a kernel")
 }
 
 /// A strided copy from host to device memory.
@@ -171,7 +198,10 @@ pub(super) struct HostToDevice {
 ///
 /// # Safety
 /// Source and destination ranges are valid, and stay so until the copy has run.
-pub(super) unsafe fn copy_to_device(copy: &HostToDevice, stream: sys::CUstream) -> Result<(), CudaError> {
+pub(super) unsafe fn copy_to_device(
+    copy: &HostToDevice,
+    stream: sys::CUstream,
+) -> Result<(), CudaError> {
     let plan = sys::CUDA_MEMCPY2D {
         srcXInBytes: 0,
         srcY: 0,
@@ -191,5 +221,7 @@ pub(super) unsafe fn copy_to_device(copy: &HostToDevice, stream: sys::CUstream) 
         Height: copy.rows,
     };
     // SAFETY: `plan` lives through the call; the caller vouches for the ranges.
-    unsafe { sys::cuMemcpy2DAsync_v2(&plan, stream) }.result().named("copying to the device")
+    unsafe { sys::cuMemcpy2DAsync_v2(&plan, stream) }
+        .result()
+        .named("copying to the device")
 }

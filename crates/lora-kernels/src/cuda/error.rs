@@ -10,7 +10,9 @@ pub enum CudaError {
     )]
     NoDriver,
     /// The driver is there and the device is not.
-    #[error("CUDA: device {ordinal} does not exist, the driver shows {count}; use the host backend")]
+    #[error(
+        "CUDA: device {ordinal} does not exist, the driver shows {count}; use the host backend"
+    )]
     NoDevice {
         /// Device asked for.
         ordinal: u32,
@@ -31,7 +33,9 @@ pub enum CudaError {
         supported: Vec<&'static str>,
     },
     /// A kernel that a module should hold is not in it: the PTX and this crate are of different builds.
-    #[error("CUDA: kernel {kernel} is missing from the module built for {target}; run `cargo xtask build-kernels`")]
+    #[error(
+        "CUDA: kernel {kernel} is missing from the module built for {target}; run `cargo xtask build-kernels`"
+    )]
     MissingKernel {
         /// Symbol.
         kernel: &'static str,
@@ -39,7 +43,9 @@ pub enum CudaError {
         target: &'static str,
     },
     /// A launch wants more shared memory than a block of this device may use.
-    #[error("CUDA: {kernel} needs {needed} bytes of shared memory a block, the device gives {limit}")]
+    #[error(
+        "CUDA: {kernel} needs {needed} bytes of shared memory a block, the device gives {limit}"
+    )]
     SharedMemory {
         /// Symbol.
         kernel: &'static str,

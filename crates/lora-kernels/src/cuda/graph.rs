@@ -29,7 +29,8 @@ impl Graph {
         let graph = graph?;
         // SAFETY: `graph` is what the capture returned.
         let executable =
-            unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }.named("instantiating a graph");
+            unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
+                .named("instantiating a graph");
         match executable {
             Ok(executable) => Ok(Self { graph, executable }),
             Err(error) => {
@@ -64,8 +65,14 @@ pub struct DeviceTimer {
 
 impl DeviceTimer {
     pub(super) fn new(stream: sys::CUstream) -> Result<Self, CudaError> {
-        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).named("creating a timing event");
-        Ok(Self { stream, events: [event()?, event()?] })
+        let event = || {
+            result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+                .named("creating a timing event")
+        };
+        Ok(Self {
+            stream,
+            events: [event()?, event()?],
+        })
     }
 
     /// Marks the start.
@@ -85,14 +92,16 @@ impl DeviceTimer {
         // SAFETY: both events are live and recorded.
         unsafe {
             result::event::synchronize(self.events[1]).named("waiting for a timing event")?;
-            let milliseconds = result::event::elapsed(self.events[0], self.events[1]).named("reading device time")?;
+            let milliseconds = result::event::elapsed(self.events[0], self.events[1])
+                .named("reading device time")?;
             Ok(f64::from(milliseconds) * 1000.0)
         }
     }
 
     fn record(&self, which: usize) -> Result<(), CudaError> {
         // SAFETY: event and stream are live and of the current context.
-        unsafe { result::event::record(self.events[which], self.stream) }.named("recording a timing event")
+        unsafe { result::event::record(self.events[which], self.stream) }
+            .named("recording a timing event")
     }
 }
 

@@ -3,7 +3,9 @@
 use super::driver::{self, HostToDevice, Named};
 use super::{CudaError, driver::Device};
 use cudarc::driver::{DriverError, result, sys};
-use lora_weights::device::{Completion, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy};
+use lora_weights::device::{
+    Completion, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +14,10 @@ impl From<CudaError> for MemoryError {
     fn from(error: CudaError) -> Self {
         match error {
             CudaError::Driver { operation, detail } => Self::Driver { operation, detail },
-            other => Self::Driver { operation: "using CUDA", detail: other.to_string() },
+            other => Self::Driver {
+                operation: "using CUDA",
+                detail: other.to_string(),
+            },
         }
     }
 }
@@ -27,8 +32,12 @@ impl Context {
     /// Retains the device's primary context, the one that the runtime API and most engines use.
     pub(super) fn primary(device: &Device) -> Result<Self, CudaError> {
         // SAFETY: the device handle came from the driver; `Drop` releases what is retained here.
-        let raw = unsafe { result::primary_ctx::retain(device.handle) }.named("retaining the primary context")?;
-        Ok(Self { raw, primary_of: Some(device.handle) })
+        let raw = unsafe { result::primary_ctx::retain(device.handle) }
+            .named("retaining the primary context")?;
+        Ok(Self {
+            raw,
+            primary_of: Some(device.handle),
+        })
     }
 
     /// Borrows a context.
@@ -36,7 +45,10 @@ impl Context {
     /// # Safety
     /// `raw` is a live context and stays so while this value lives.
     pub(super) unsafe fn borrowed(raw: sys::CUcontext) -> Self {
-        Self { raw, primary_of: None }
+        Self {
+            raw,
+            primary_of: None,
+        }
     }
 
     /// Makes the context current on this thread.
@@ -75,9 +87,14 @@ const KEPT_STAGING_BUFFERS: usize = 4;
 impl Memory {
     pub(super) fn new(context: Context) -> Result<Self, CudaError> {
         context.bind()?;
-        let upload_stream =
-            result::stream::create(result::stream::StreamKind::NonBlocking).named("creating the upload stream")?;
-        Ok(Self { context, upload_stream, allocations: Mutex::default(), idle_staging: Mutex::default() })
+        let upload_stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .named("creating the upload stream")?;
+        Ok(Self {
+            context,
+            upload_stream,
+            allocations: Mutex::default(),
+            idle_staging: Mutex::default(),
+        })
     }
 
     pub(super) fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
@@ -89,15 +106,24 @@ impl Memory {
         let address = match unsafe { result::malloc_sync(bytes as usize) } {
             Ok(address) => address,
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                return Err(MemoryError::OutOfMemory { requested: bytes, free: self.info()?.free });
+                return Err(MemoryError::OutOfMemory {
+                    requested: bytes,
+                    free: self.info()?.free,
+                });
             }
-            Err(error) => return Err(Err::<(), _>(error).named("allocating device memory").unwrap_err().into()),
+            Err(error) => {
+                return Err(Err::<(), _>(error)
+                    .named("allocating device memory")
+                    .unwrap_err()
+                    .into());
+            }
         };
         lock(&self.allocations).insert(address, bytes);
         // SAFETY: the range was allocated just now. The upload stream orders the fill before every upload.
-        let filled = unsafe { result::memset_d8_async(address, 0, bytes as usize, self.upload_stream) }
-            .named("zeroing device memory")
-            .and_then(|()| self.drain());
+        let filled =
+            unsafe { result::memset_d8_async(address, 0, bytes as usize, self.upload_stream) }
+                .named("zeroing device memory")
+                .and_then(|()| self.drain());
         if let Err(error) = filled {
             let _ = self.free(DevicePtr(address));
             return Err(error.into());
@@ -107,7 +133,8 @@ impl Memory {
 
     fn drain(&self) -> Result<(), CudaError> {
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.upload_stream) }.named("waiting for the upload stream")
+        unsafe { result::stream::synchronize(self.upload_stream) }
+            .named("waiting for the upload stream")
     }
 
     pub(super) fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
@@ -126,21 +153,38 @@ impl Memory {
     pub(super) fn info(&self) -> Result<MemoryInfo, MemoryError> {
         self.context.bind()?;
         let (free, total) = result::mem_get_info().named("asking for free memory")?;
-        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+        Ok(MemoryInfo {
+            free: free as u64,
+            total: total as u64,
+        })
     }
 
     pub(super) fn check(&self, ptr: DevicePtr, bytes: u64) -> Result<(), MemoryError> {
         let allocations = lock(&self.allocations);
-        let inside = allocations.range(..=ptr.0).next_back().is_some_and(|(base, length)| {
-            ptr.0.checked_add(bytes).is_some_and(|end| end <= base + length)
-        });
-        if inside { Ok(()) } else { Err(MemoryError::OutOfBounds { ptr, bytes }) }
+        let inside = allocations
+            .range(..=ptr.0)
+            .next_back()
+            .is_some_and(|(base, length)| {
+                ptr.0
+                    .checked_add(bytes)
+                    .is_some_and(|end| end <= base + length)
+            });
+        if inside {
+            Ok(())
+        } else {
+            Err(MemoryError::OutOfBounds { ptr, bytes })
+        }
     }
 
-    pub(super) fn stage(self: &Arc<Self>, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError> {
+    pub(super) fn stage(
+        self: &Arc<Self>,
+        bytes: usize,
+    ) -> Result<Box<dyn StagingBuffer>, MemoryError> {
         let recycled = {
             let mut idle = lock(&self.idle_staging);
-            idle.iter().position(|buffer| buffer.capacity >= bytes).map(|at| idle.swap_remove(at))
+            idle.iter()
+                .position(|buffer| buffer.capacity >= bytes)
+                .map(|at| idle.swap_remove(at))
         };
         let mut pinned = match recycled {
             Some(buffer) => buffer,
@@ -150,7 +194,11 @@ impl Memory {
             }
         };
         pinned.slice_mut(bytes).fill(0);
-        Ok(Box::new(Staging { pinned: Some(pinned), length: bytes, memory: Arc::clone(self) }))
+        Ok(Box::new(Staging {
+            pinned: Some(pinned),
+            length: bytes,
+            memory: Arc::clone(self),
+        }))
     }
 
     pub(super) fn upload(
@@ -164,8 +212,15 @@ impl Memory {
         }
         self.context.bind()?;
         let event = Event::new()?;
-        let landing = Landing { event, source: Some(source), memory: Arc::clone(self) };
-        for copy in copies.iter().filter(|copy| copy.rows > 0 && copy.row_bytes > 0) {
+        let landing = Landing {
+            event,
+            source: Some(source),
+            memory: Arc::clone(self),
+        };
+        for copy in copies
+            .iter()
+            .filter(|copy| copy.rows > 0 && copy.row_bytes > 0)
+        {
             let base = landing.source.as_ref().expect("set above").bytes().as_ptr();
             let plan = HostToDevice {
                 source: base.wrapping_add(copy.src_offset).cast::<c_void>(),
@@ -184,21 +239,32 @@ impl Memory {
     }
 
     fn check_copy(&self, copy: &UploadCopy, available: usize) -> Result<(), MemoryError> {
-        let bad = |side| MemoryError::BadCopy { rows: copy.rows as u64, row_bytes: copy.row_bytes as u64, side };
+        let bad = |side| MemoryError::BadCopy {
+            rows: copy.rows as u64,
+            row_bytes: copy.row_bytes as u64,
+            side,
+        };
         let span = |stride: usize| match copy.rows {
             0 => Some(0),
-            rows => stride.checked_mul(rows - 1).and_then(|bytes| bytes.checked_add(copy.row_bytes)),
+            rows => stride
+                .checked_mul(rows - 1)
+                .and_then(|bytes| bytes.checked_add(copy.row_bytes)),
         };
         let strided = copy.rows > 1;
         let source = span(copy.src_stride).and_then(|bytes| bytes.checked_add(copy.src_offset));
-        if source.is_none_or(|end| end > available) || (strided && copy.src_stride < copy.row_bytes) {
+        if source.is_none_or(|end| end > available) || (strided && copy.src_stride < copy.row_bytes)
+        {
             return Err(bad("source"));
         }
         let destination = span(copy.dst_stride).ok_or_else(|| bad("destination"))?;
         if strided && copy.dst_stride < copy.row_bytes {
             return Err(bad("destination"));
         }
-        if destination == 0 { Ok(()) } else { self.check(copy.dst, destination as u64) }
+        if destination == 0 {
+            Ok(())
+        } else {
+            self.check(copy.dst, destination as u64)
+        }
     }
 
     pub(super) fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {
@@ -244,7 +310,9 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     fn new(capacity: usize) -> Result<Self, CudaError> {
         // SAFETY: the context is current; `Drop` frees it.
-        let base = unsafe { result::malloc_host(capacity, 0) }.named("allocating pinned memory")?.cast::<u8>();
+        let base = unsafe { result::malloc_host(capacity, 0) }
+            .named("allocating pinned memory")?
+            .cast::<u8>();
         // SAFETY: the driver returned `capacity` writable bytes.
         unsafe { base.write_bytes(0, capacity) };
         Ok(Self { base, capacity })
@@ -276,11 +344,17 @@ struct Staging {
 
 impl StagingBuffer for Staging {
     fn bytes(&self) -> &[u8] {
-        self.pinned.as_ref().expect("held until drop").slice(self.length)
+        self.pinned
+            .as_ref()
+            .expect("held until drop")
+            .slice(self.length)
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        self.pinned.as_mut().expect("held until drop").slice_mut(self.length)
+        self.pinned
+            .as_mut()
+            .expect("held until drop")
+            .slice_mut(self.length)
     }
 }
 
@@ -303,7 +377,8 @@ unsafe impl Send for Event {}
 impl Event {
     fn new() -> Result<Self, CudaError> {
         Ok(Self(
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).named("creating an upload event")?,
+            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+                .named("creating an upload event")?,
         ))
     }
 
@@ -333,7 +408,10 @@ impl Completion for Landing {
         match unsafe { result::event::query(self.event.0) } {
             Ok(()) => Ok(true),
             Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
-            Err(error) => Err(Err::<(), _>(error).named("polling an upload").unwrap_err().into()),
+            Err(error) => Err(Err::<(), _>(error)
+                .named("polling an upload")
+                .unwrap_err()
+                .into()),
         }
     }
 

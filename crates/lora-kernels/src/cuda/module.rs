@@ -80,7 +80,11 @@ pub struct PtxTarget {
 macro_rules! ptx {
     ($target:literal) => {
         [
-            include_str!(concat!("../../../../kernels/ptx/", $target, "/group_rows.ptx")),
+            include_str!(concat!(
+                "../../../../kernels/ptx/",
+                $target,
+                "/group_rows.ptx"
+            )),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/shrink.ptx")),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/expand.ptx")),
         ]
@@ -90,8 +94,16 @@ macro_rules! ptx {
 impl PtxTarget {
     /// Targets that are built in, newest architecture first.
     pub const ALL: [Self; 2] = [
-        Self { name: "gb10", capability: 121, modules: ptx!("gb10") },
-        Self { name: "h200", capability: 90, modules: ptx!("h200") },
+        Self {
+            name: "gb10",
+            capability: 121,
+            modules: ptx!("gb10"),
+        },
+        Self {
+            name: "h200",
+            capability: 90,
+            modules: ptx!("h200"),
+        },
     ];
 
     /// The PTX for a device of this compute capability: built for it exactly, else the newest that the driver can compile for it.
@@ -100,9 +112,14 @@ impl PtxTarget {
     /// [`CudaError::UnsupportedArchitecture`] where every target is newer than the device.
     pub fn for_device(major: u32, minor: u32) -> Result<Self, CudaError> {
         let capability = major * 10 + minor;
-        Self::ALL.into_iter().find(|target| target.capability <= capability).ok_or_else(|| {
-            CudaError::UnsupportedArchitecture { major, minor, supported: Self::ALL.iter().map(|t| t.name).collect() }
-        })
+        Self::ALL
+            .into_iter()
+            .find(|target| target.capability <= capability)
+            .ok_or_else(|| CudaError::UnsupportedArchitecture {
+                major,
+                minor,
+                supported: Self::ALL.iter().map(|t| t.name).collect(),
+            })
     }
 }
 
@@ -121,13 +138,20 @@ impl Kernels {
     /// Loads every module into the current context and resolves every kernel, each with as much dynamic shared memory as a
     /// block of the device may use.
     pub(super) fn load(target: &PtxTarget, shared_limit: u32) -> Result<Self, CudaError> {
-        let mut kernels = Self { modules: Vec::new(), functions: [std::ptr::null_mut(); Kernel::ALL.len()] };
+        let mut kernels = Self {
+            modules: Vec::new(),
+            functions: [std::ptr::null_mut(); Kernel::ALL.len()],
+        };
         for ptx in target.modules {
             kernels.modules.push(driver::load_module(ptx)?);
         }
         for kernel in Kernel::ALL {
-            let function = driver::function(kernels.modules[kernel.module() as usize], kernel.symbol())?
-                .ok_or(CudaError::MissingKernel { kernel: kernel.symbol(), target: target.name })?;
+            let function =
+                driver::function(kernels.modules[kernel.module() as usize], kernel.symbol())?
+                    .ok_or(CudaError::MissingKernel {
+                        kernel: kernel.symbol(),
+                        target: target.name,
+                    })?;
             driver::allow_dynamic_shared(function, shared_limit)?;
             kernels.functions[kernel as usize] = function;
         }
@@ -161,7 +185,10 @@ mod tests {
     #[test]
     fn older_devices_are_refused_by_name() {
         let error = PtxTarget::for_device(8, 0).unwrap_err();
-        assert!(error.to_string().contains("8.0") && error.to_string().contains("host backend"), "{error}");
+        assert!(
+            error.to_string().contains("8.0") && error.to_string().contains("host backend"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -169,7 +196,11 @@ mod tests {
         for target in PtxTarget::ALL {
             for kernel in Kernel::ALL {
                 let entry = format!(".entry {}(", kernel.symbol());
-                assert!(target.modules[kernel.module() as usize].contains(&entry), "{} {entry}", target.name);
+                assert!(
+                    target.modules[kernel.module() as usize].contains(&entry),
+                    "{} {entry}",
+                    target.name
+                );
             }
         }
     }

@@ -27,7 +27,7 @@ pub struct DeltaPlan {
     pub shrink: KernelLaunch,
     /// `@ B^T` and the fold.
     pub expand: KernelLaunch,
-    /// Runs of [`EXPAND_BLOCK_OUTPUTS`] outputs that an expand block makes one after the other.
+    /// Runs of 256 outputs that an expand block makes one after the other.
     pub expand_steps: u32,
 }
 
@@ -36,7 +36,7 @@ const EXPAND_THREADS: u32 = 128;
 const GROUP_THREADS: u32 = 1024;
 
 /// Outputs that an expand block makes at a time.
-pub const EXPAND_BLOCK_OUTPUTS: u32 = 256;
+const EXPAND_BLOCK_OUTPUTS: u32 = 256;
 
 const STAGES: u32 = 3;
 const CHUNK_BYTES: u32 = 256;
@@ -60,15 +60,24 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     };
     let expand = KernelLaunch {
         kernel,
-        grid: [sites.iter().map(|site| site.n_out.div_ceil(outputs)).sum(), params.max_tiles.min(MOST_GRID_Y)],
+        grid: [
+            sites.iter().map(|site| site.n_out.div_ceil(outputs)).sum(),
+            params.max_tiles.min(MOST_GRID_Y),
+        ],
         block: EXPAND_THREADS,
         shared_bytes: params.tile_rows * xa_pitch(max_rank),
     };
-    DeltaPlan { shrink, expand, expand_steps }
+    DeltaPlan {
+        shrink,
+        expand,
+        expand_steps,
+    }
 }
 
 fn plan_shrink(params: &DeltaParams, max_rank: u32, caps: &DeviceCaps) -> KernelLaunch {
-    let aligned = params.k_in.is_multiple_of(8) && params.x_stride.is_multiple_of(8) && params.x.is_multiple_of(16);
+    let aligned = params.k_in.is_multiple_of(8)
+        && params.x_stride.is_multiple_of(8)
+        && params.x.is_multiple_of(16);
     let (kernel, ranks, shared_bytes) = if !aligned {
         (Kernel::ShrinkUnaligned, RANKS_A_BLOCK, EXCHANGE_BYTES)
     } else if params.tile_rows <= SMALL_TILE_ROWS {
@@ -79,14 +88,25 @@ fn plan_shrink(params: &DeltaParams, max_rank: u32, caps: &DeviceCaps) -> Kernel
             17..=32 => 32,
             _ => RANKS_A_BLOCK,
         };
-        (Kernel::ShrinkMixed, RANKS_A_BLOCK, STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES)
+        (
+            Kernel::ShrinkMixed,
+            RANKS_A_BLOCK,
+            STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
+        )
     };
     let blocks = params.k_blocks * params.site_count * max_rank.div_ceil(ranks);
     let most_y = match kernel {
         Kernel::ShrinkSmall => MOST_GRID_Y,
-        _ => (MIXED_WAVES * 2 * caps.units).div_ceil(blocks.max(1)).max(1),
+        _ => (MIXED_WAVES * 2 * caps.units)
+            .div_ceil(blocks.max(1))
+            .max(1),
     };
-    KernelLaunch { kernel, grid: [blocks, params.max_tiles.min(most_y)], block: SHRINK_THREADS, shared_bytes }
+    KernelLaunch {
+        kernel,
+        grid: [blocks, params.max_tiles.min(most_y)],
+        block: SHRINK_THREADS,
+        shared_bytes,
+    }
 }
 
 /// An expand block of a large tile reads the tile's 64 rows of `xa` once for all its steps; more steps mean fewer blocks.
@@ -94,19 +114,31 @@ fn expand_steps(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) ->
     if params.tile_rows <= SMALL_TILE_ROWS {
         return 1;
     }
-    let runs: u32 = sites.iter().map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS)).sum();
+    let runs: u32 = sites
+        .iter()
+        .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
+        .sum();
     let blocks = u64::from(runs) * u64::from(params.rows.div_ceil(LARGE_TILE_ROWS));
     (blocks / u64::from(caps.units.max(1) * MIXED_WAVES * 2)).clamp(1, 8) as u32
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
 fn xa_pitch(max_rank: u32) -> u32 {
-    if max_rank <= RANK_GRANULE { RANK_GRANULE * 2 } else { (max_rank * 2).next_multiple_of(128) + 64 }
+    if max_rank <= RANK_GRANULE {
+        RANK_GRANULE * 2
+    } else {
+        (max_rank * 2).next_multiple_of(128) + 64
+    }
 }
 
 /// Plans the grouping of rows: one block.
 pub fn plan_group_rows(params: &GroupParams) -> KernelLaunch {
-    KernelLaunch { kernel: Kernel::GroupRows, grid: [1, 1], block: GROUP_THREADS, shared_bytes: params.slots * 4 }
+    KernelLaunch {
+        kernel: Kernel::GroupRows,
+        grid: [1, 1],
+        block: GROUP_THREADS,
+        shared_bytes: params.slots * 4,
+    }
 }
 
 const _: () = assert!(size_of::<Tile>() == 16 && BLOCK_K == 1024);
