@@ -9,13 +9,14 @@ pub enum FindingLevel {
     Warning,
 }
 
-/// One refusal or warning about a config field, shown as `REJECT[config-<field>]: ...` for errors.
+/// One refusal or warning about an adapter's config, shown as `REJECT[config-<field>]: ...` or `WARN[...]: ...`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConfigFinding {
     /// Error or warning.
     pub level: FindingLevel,
-    /// Stable reason, `config-<field>` for refusals.
+    /// Stable reason. Refusals of a field are `config-<field>`; a text that is no JSON object is
+    /// `config-not-json`, a key that stands twice `config-duplicate-key`.
     pub reason: String,
     /// What is wrong, with the value, and the way out.
     pub message: String,
@@ -27,6 +28,15 @@ impl ConfigFinding {
         Self {
             level: FindingLevel::Error,
             reason: format!("config-{field}"),
+            message: message.into(),
+        }
+    }
+
+    /// A warning under a reason of its own.
+    pub fn warn(reason: impl Into<String>, message: impl Into<String>) -> Self {
+        Self {
+            level: FindingLevel::Warning,
+            reason: reason.into(),
             message: message.into(),
         }
     }
@@ -49,4 +59,57 @@ pub enum ConfigError {
     /// Every refused field of an `adapter_config.json`, in the order found.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Rejected(Vec<ConfigFinding>),
+    /// A `config.json` that is not a JSON object.
+    #[error("config.json: {message}")]
+    ModelJson {
+        /// What is wrong and where.
+        message: String,
+    },
+    /// A `config.json` of a family whose geometry is not known.
+    #[error(
+        "config.json: model_type {model_type:?} is not a known family ({}); fill in a ModelSpec by hand and check it \
+         with ModelSpec::validate",
+        crate::ModelFamily::NAMES.join(", ")
+    )]
+    UnknownFamily {
+        /// `model_type` as written.
+        model_type: String,
+    },
+    /// A field of a `config.json`, or of a [`ModelSpec`](crate::ModelSpec) filled in by hand, that is missing or
+    /// cannot be.
+    #[error("{model_type} model: {field} {problem}")]
+    ModelField {
+        /// `model_type` as written, or the family's name.
+        model_type: String,
+        /// The field, with its place in a list where it has one.
+        field: String,
+        /// What is wrong, with the value.
+        problem: String,
+    },
+    /// A `lora.toml` that is not TOML, holds an unknown key, or a value of the wrong type.
+    #[error("lora.toml, line {line}: {message}")]
+    Toml {
+        /// Line in the file, from 1.
+        line: usize,
+        /// What is wrong.
+        message: String,
+    },
+    /// A setting, from whichever layer, that cannot be.
+    #[error("setting {field} {problem}")]
+    Setting {
+        /// The setting, as `lora.toml` names it.
+        field: String,
+        /// What is wrong, with the value.
+        problem: String,
+    },
+    /// An environment variable whose value is not understood.
+    #[error("environment variable {variable} is {value:?}; {expected}")]
+    Environment {
+        /// Full name, prefix included.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        expected: &'static str,
+    },
 }
