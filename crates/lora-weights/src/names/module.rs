@@ -1,4 +1,4 @@
-use lora_config::{AttentionKind, FfnKind, LinearAttentionSpec, ModelFamily, ModelSpec};
+use lora_config::{AttentionKind, FfnKind, LinearAttentionSpec, LinearInputs, ModelSpec};
 
 /// A projection that an ordinary pair of matrices adapts.
 ///
@@ -153,8 +153,7 @@ impl LoraModule {
                 match self {
                     Self::SharedDownProj => Some((hidden, width)),
                     // Llama 4 adds its shared expert with no gate.
-                    Self::SharedExpertGate if is_llama4(spec) => None,
-                    Self::SharedExpertGate => Some((1, hidden)),
+                    Self::SharedExpertGate => moe.shared_expert_gate.then_some((1, hidden)),
                     _ => Some((width, hidden)),
                 }
             }
@@ -203,20 +202,19 @@ impl LoraModule {
         }
     }
 
-    /// Qwen3-Next projects q, k, v, z at once and b, a at once; Qwen3.5 has one projection each but for q, k, v. A spec
-    /// built by hand may have either.
+    /// Qwen3-Next projects q, k, v, z at once and b, a at once; Qwen3.5 has one projection each but for q, k, v:
+    /// the spec says which.
     fn gdn_dims(self, spec: &ModelSpec, linear: &LinearAttentionSpec) -> Option<(usize, usize)> {
         let hidden = spec.hidden_size;
         let key = linear.key_heads.checked_mul(linear.key_head_dim)?;
         let value = linear.value_heads.checked_mul(linear.value_head_dim)?;
         let qkv = key.checked_mul(2)?.checked_add(value)?;
-        let joined = spec.family == ModelFamily::Qwen3Next;
-        let split = matches!(spec.family, ModelFamily::Qwen35 | ModelFamily::Qwen35Moe);
+        let split = linear.inputs == LinearInputs::Split;
         match self {
             Self::OutProj => Some((hidden, value)),
-            Self::InProjQkv if !joined => Some((qkv, hidden)),
-            Self::InProjZ if !joined => Some((value, hidden)),
-            Self::InProjA | Self::InProjB if !joined => Some((linear.value_heads, hidden)),
+            Self::InProjQkv if split => Some((qkv, hidden)),
+            Self::InProjZ if split => Some((value, hidden)),
+            Self::InProjA | Self::InProjB if split => Some((linear.value_heads, hidden)),
             Self::InProjQkvz if !split => Some((qkv.checked_add(value)?, hidden)),
             Self::InProjBa if !split => Some((linear.value_heads.checked_mul(2)?, hidden)),
             _ => None,
@@ -351,18 +349,10 @@ pub enum AdapterAb {
 }
 
 pub(super) fn is_llama4(spec: &ModelSpec) -> bool {
-    spec.family == ModelFamily::Llama4
-        || spec
-            .moe
-            .as_ref()
-            .is_some_and(|moe| moe.block_name == "feed_forward")
+    spec.ffn_block() == "feed_forward"
 }
 
 /// Name of the dense feed-forward block inside a layer.
 pub(super) fn dense_block(spec: &ModelSpec) -> &'static str {
-    if is_llama4(spec) {
-        "feed_forward"
-    } else {
-        "mlp"
-    }
+    spec.ffn_block()
 }

@@ -1,8 +1,8 @@
 //! Small models for unit tests.
 
 use lora_config::{
-    AttentionKind, FfnKind, GateUpOrder, LayerSpec, LinearAttentionSpec, ModelFamily, ModelSpec,
-    MoeSpec, StackedAxes,
+    AttentionKind, FfnKind, GateUpOrder, LayerSpec, LinearAttentionSpec, LinearInputs, ModelFamily,
+    ModelSpec, MoeSpec, StackedAxes,
 };
 
 const DENSE: LayerSpec = LayerSpec {
@@ -23,6 +23,7 @@ pub(crate) fn llama() -> ModelSpec {
         fused_projections: false,
         vocab_size: 48,
         tied_embeddings: false,
+        hidden_act: "silu".to_owned(),
         moe: None,
         linear_attention: None,
     }
@@ -45,8 +46,10 @@ pub(crate) fn qwen3_moe() -> ModelSpec {
     spec.moe = Some(MoeSpec {
         num_experts: 3,
         top_k: 2,
+        norm_topk_prob: false,
         expert_width: 12,
         shared_expert_width: Some(20),
+        shared_expert_gate: true,
         stacked_axes: StackedAxes::OutIn,
         gate_up: GateUpOrder::Concatenated,
         is_transposed: false,
@@ -63,6 +66,7 @@ pub(crate) fn gpt_oss() -> ModelSpec {
     spec.layers[0].ffn = FfnKind::Moe;
     let moe = spec.moe.as_mut().unwrap();
     moe.shared_expert_width = None;
+    moe.shared_expert_gate = false;
     moe.stacked_axes = StackedAxes::InOut;
     moe.gate_up = GateUpOrder::Interleaved;
     moe.is_transposed = true;
@@ -75,6 +79,7 @@ pub(crate) fn llama4() -> ModelSpec {
     let mut spec = qwen3_moe();
     spec.family = ModelFamily::Llama4;
     let moe = spec.moe.as_mut().unwrap();
+    moe.shared_expert_gate = false;
     moe.stacked_axes = StackedAxes::InOut;
     moe.block_name = "feed_forward";
     moe.router_name = "router";
@@ -92,14 +97,15 @@ pub(crate) fn qwen3_5() -> ModelSpec {
         value_heads: 4,
         key_head_dim: 8,
         value_head_dim: 6,
+        inputs: LinearInputs::Split,
     });
     spec
 }
 
 /// Qwen3.5's layers with joined projections.
 pub(crate) fn qwen3_next() -> ModelSpec {
-    ModelSpec {
-        family: ModelFamily::Qwen3Next,
-        ..qwen3_5()
-    }
+    let mut spec = qwen3_5();
+    spec.family = ModelFamily::Qwen3Next;
+    spec.linear_attention.as_mut().unwrap().inputs = LinearInputs::Fused;
+    spec
 }
