@@ -99,6 +99,8 @@ pub struct LoadPolicy {
     /// Permit, at run time, a change of the active slot and new contents for a slot that was filled at startup (levers
     /// `ROTATE` and `PEER`). Promotion into the cache needs no permission.
     pub allow_rotation: bool,
+    /// Take rows and tables of the vocabulary (token overlays); else they are refused by name.
+    pub overlays: bool,
 }
 
 /// What the pool holds. Every slot has the same layout, so that one table pitch and one stride serve all of them.

@@ -33,8 +33,10 @@ impl fmt::Display for Finding {
             FindingLevel::Warning => "WARN",
         };
         write!(f, "{word}[{}]: ", self.reason)?;
-        if let Some(tensor) = &self.tensor {
-            write!(f, "{tensor}: ")?;
+        match &self.tensor {
+            // A file's error names its tensor behind the file.
+            Some(tensor) if !self.message.contains(tensor.as_str()) => write!(f, "{tensor}: ")?,
+            _ => {}
         }
         f.write_str(&self.message)
     }

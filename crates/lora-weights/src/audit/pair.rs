@@ -78,6 +78,14 @@ pub struct OutputRows {
 }
 
 impl PairSource {
+    /// The tensors that hold lora_A and lora_B, in this order. Pairs of one stack share them.
+    pub fn tensors(&self) -> [TensorId; 2] {
+        match self {
+            Self::Whole { a, b } => [*a, *b],
+            Self::Stacked(pair) => [pair.a, pair.b],
+        }
+    }
+
     /// Reads A as BF16 into `dst[..r * in]`, row-major, without a gap.
     ///
     /// # Panics

@@ -1,7 +1,6 @@
 //! Names of pairs to layers and targets.
 
 use super::key::canonical_index;
-use super::module::{dense_block, is_llama4};
 use super::{
     AdapterAb, ExpertProj, LayerPath, LoraModule, LoraTarget, LoraWeightPath, Reject, RejectReason,
     TensorPath,
@@ -141,12 +140,12 @@ fn target_in_layer(
         (RejectReason::UnsupportedModule, detail)
     };
     let (block, inside) = at.rest.split_once('.').ok_or_else(unsupported)?;
-    if moe_block(block, spec)
+    if is_moe_block(block, spec)
         && let Some(target) = router_or_expert(at, inside, block, spec)?
     {
         return Ok(target);
     }
-    let canonical = if block == dense_block(spec) {
+    let canonical = if block == spec.ffn_block() {
         format!("mlp.{inside}")
     } else if block == "mlp" {
         return Err(unsupported());
@@ -160,11 +159,10 @@ fn target_in_layer(
     }
 }
 
-/// Blocks whose `experts` and router are read: the model's own, and the names of transformers 4 and 5 for the same block.
-fn moe_block(block: &str, spec: &ModelSpec) -> bool {
-    let own = spec.moe.as_ref().is_some_and(|moe| moe.block_name == block);
-    let usual = block == "mlp" || block == "block_sparse_moe";
-    own || (usual && !is_llama4(spec)) || (block == "feed_forward" && is_llama4(spec))
+/// Blocks whose router and experts are read: the model's own, and Mixtral's name for the same block in transformers 4.
+pub(crate) fn is_moe_block(block: &str, spec: &ModelSpec) -> bool {
+    let own = spec.ffn_block();
+    block == own || (block == "block_sparse_moe" && own == "mlp")
 }
 
 fn router_or_expert(

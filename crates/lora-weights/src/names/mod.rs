@@ -15,6 +15,7 @@ pub(crate) mod specs;
 mod tests;
 
 pub use classify::{NameRules, classify_key, is_gdn_key};
+pub(crate) use classify::{is_moe_block, moe_of_layer, place};
 pub(crate) use key::{LayerPath, LoraWeightPath, TensorPath};
 pub use module::{
     AdapterAb, ExpertProj, LoraModule, LoraTarget, full_attention_layers, router_dims,
@@ -23,4 +24,5 @@ pub use overlay::{
     OverlayModule, OverlayTensor, OverlayTensorKind, OverlayTensors, classify_overlay_key,
     reject_pending_overlay,
 };
+pub(crate) use overlay::{is_original_module, overlay_of, table_of};
 pub use reject::{Reject, RejectReason};

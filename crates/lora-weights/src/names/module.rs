@@ -1,4 +1,4 @@
-use lora_config::{AttentionKind, FfnKind, LinearAttentionSpec, LinearInputs, ModelSpec};
+use lora_config::{AttentionKind, FfnKind, LinearAttentionSpec, LinearInputs, ModelSpec, MoeSpec};
 
 /// A projection that an ordinary pair of matrices adapts.
 ///
@@ -113,7 +113,7 @@ impl LoraModule {
     /// on Llama 4.
     pub fn name_in(self, spec: &ModelSpec) -> String {
         match self.peft_name().strip_prefix("mlp.") {
-            Some(rest) => format!("{}.{rest}", dense_block(spec)),
+            Some(rest) => format!("{}.{rest}", spec.ffn_block()),
             None => self.peft_name().to_owned(),
         }
     }
@@ -131,10 +131,9 @@ impl LoraModule {
     /// `(out, in)`: rows of B and columns of A, which are the rows and columns of the base weight.
     ///
     /// Widths can differ from layer to layer, and a model has not every module on every layer: `None` where `layer` is past
-    /// the model or does not have this module, or where a width leaves 64 bits.
+    /// the model or does not have this module.
     pub fn dims(self, spec: &ModelSpec, layer: usize) -> Option<(usize, usize)> {
         let kinds = spec.layers.get(layer)?;
-        let hidden = spec.hidden_size;
         match self {
             Self::QProj | Self::KProj | Self::VProj | Self::OProj | Self::QkvProj => kinds
                 .attention
@@ -149,20 +148,18 @@ impl LoraModule {
             | Self::SharedDownProj
             | Self::SharedExpertGate => {
                 let moe = spec.moe.as_ref().filter(|_| kinds.ffn == FfnKind::Moe)?;
-                let width = moe.shared_expert_width?;
-                match self {
-                    Self::SharedDownProj => Some((hidden, width)),
-                    // Llama 4 adds its shared expert with no gate.
-                    Self::SharedExpertGate => moe.shared_expert_gate.then_some((1, hidden)),
-                    _ => Some((width, hidden)),
-                }
+                self.shared_expert_dims(spec, moe)
             }
-            _ => {
-                let linear = spec
-                    .linear_attention
-                    .as_ref()
-                    .filter(|_| kinds.attention == AttentionKind::Linear)?;
-                self.gdn_dims(spec, linear)
+            Self::OutProj
+            | Self::InProjQkv
+            | Self::InProjZ
+            | Self::InProjA
+            | Self::InProjB
+            | Self::InProjQkvz
+            | Self::InProjBa => {
+                let is_linear = kinds.attention == AttentionKind::Linear;
+                let linear = spec.linear_attention.as_ref().filter(|_| is_linear)?;
+                self.gdn_dims(spec.hidden_size, linear)
             }
         }
     }
@@ -175,19 +172,12 @@ impl LoraModule {
     }
 
     fn attention_dims(self, spec: &ModelSpec) -> Option<(usize, usize)> {
-        let hidden = spec.hidden_size;
-        let q = spec.heads.checked_mul(spec.head_dim)?;
-        let kv = spec.kv_heads.checked_mul(spec.head_dim)?;
-        let q_out = if spec.gated_attention {
-            q.checked_mul(2)?
-        } else {
-            q
-        };
+        let (hidden, q, kv) = (spec.hidden_size, spec.q_width(), spec.kv_width());
         match (self, spec.fused_projections) {
-            (Self::QProj, false) => Some((q_out, hidden)),
+            (Self::QProj, false) => Some((q, hidden)),
             (Self::KProj | Self::VProj, false) => Some((kv, hidden)),
-            (Self::OProj, _) => Some((hidden, q)),
-            (Self::QkvProj, true) => Some((kv.checked_mul(2)?.checked_add(q_out)?, hidden)),
+            (Self::OProj, _) => Some((hidden, spec.attention_width())),
+            (Self::QkvProj, true) => Some((q.saturating_add(kv).saturating_add(kv), hidden)),
             _ => None,
         }
     }
@@ -197,26 +187,35 @@ impl LoraModule {
         match (self, spec.fused_projections) {
             (Self::GateProj | Self::UpProj, false) => Some((width, hidden)),
             (Self::DownProj, _) => Some((hidden, width)),
-            (Self::GateUpProj, true) => Some((width.checked_mul(2)?, hidden)),
+            (Self::GateUpProj, true) => Some((width.saturating_mul(2), hidden)),
             _ => None,
         }
     }
 
-    /// Qwen3-Next projects q, k, v, z at once and b, a at once; Qwen3.5 has one projection each but for q, k, v:
-    /// the spec says which.
-    fn gdn_dims(self, spec: &ModelSpec, linear: &LinearAttentionSpec) -> Option<(usize, usize)> {
-        let hidden = spec.hidden_size;
-        let key = linear.key_heads.checked_mul(linear.key_head_dim)?;
-        let value = linear.value_heads.checked_mul(linear.value_head_dim)?;
-        let qkv = key.checked_mul(2)?.checked_add(value)?;
-        let split = linear.inputs == LinearInputs::Split;
+    fn shared_expert_dims(self, spec: &ModelSpec, moe: &MoeSpec) -> Option<(usize, usize)> {
+        let (hidden, width) = (spec.hidden_size, moe.shared_expert_width?);
         match self {
-            Self::OutProj => Some((hidden, value)),
-            Self::InProjQkv if split => Some((qkv, hidden)),
-            Self::InProjZ if split => Some((value, hidden)),
-            Self::InProjA | Self::InProjB if split => Some((linear.value_heads, hidden)),
-            Self::InProjQkvz if !split => Some((qkv.checked_add(value)?, hidden)),
-            Self::InProjBa if !split => Some((linear.value_heads.checked_mul(2)?, hidden)),
+            Self::SharedGateProj | Self::SharedUpProj => Some((width, hidden)),
+            Self::SharedDownProj => Some((hidden, width)),
+            Self::SharedExpertGate => moe.shared_expert_gate.then_some((1, hidden)),
+            _ => None,
+        }
+    }
+
+    fn gdn_dims(self, hidden: usize, linear: &LinearAttentionSpec) -> Option<(usize, usize)> {
+        let (key, value) = (linear.key_width(), linear.value_width());
+        let qkv = key.saturating_mul(2).saturating_add(value);
+        match (self, linear.inputs) {
+            (Self::OutProj, _) => Some((hidden, value)),
+            (Self::InProjQkv, LinearInputs::Split) => Some((qkv, hidden)),
+            (Self::InProjZ, LinearInputs::Split) => Some((value, hidden)),
+            (Self::InProjA | Self::InProjB, LinearInputs::Split) => {
+                Some((linear.value_heads, hidden))
+            }
+            (Self::InProjQkvz, LinearInputs::Fused) => Some((qkv.saturating_add(value), hidden)),
+            (Self::InProjBa, LinearInputs::Fused) => {
+                Some((linear.value_heads.saturating_mul(2), hidden))
+            }
             _ => None,
         }
     }
@@ -330,6 +329,11 @@ impl LoraTarget {
         }
     }
 
+    /// True for everything but routers and experts: a module that has its room in a slot of the pool.
+    pub fn is_dense(self) -> bool {
+        matches!(self, Self::Attn(_))
+    }
+
     /// The expert's number, for an expert.
     pub fn expert(self) -> Option<usize> {
         match self {
@@ -346,13 +350,4 @@ pub enum AdapterAb {
     A,
     /// `lora_B`, `[out, r]`.
     B,
-}
-
-pub(super) fn is_llama4(spec: &ModelSpec) -> bool {
-    spec.ffn_block() == "feed_forward"
-}
-
-/// Name of the dense feed-forward block inside a layer.
-pub(super) fn dense_block(spec: &ModelSpec) -> &'static str {
-    spec.ffn_block()
 }

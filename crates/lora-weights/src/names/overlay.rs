@@ -126,7 +126,6 @@ pub(crate) fn overlay_of(path: &TensorPath<'_>) -> Option<(OverlayModule, Overla
 }
 
 /// True for `.original_module.weight` of a table: the base's own copy, which PEFT up to 0.2 wrote beside `.modules_to_save.weight`.
-#[allow(dead_code)]
 pub(crate) fn is_original_module(path: &TensorPath<'_>) -> bool {
     path.path
         .strip_suffix(".original_module.weight")

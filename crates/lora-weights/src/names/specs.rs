@@ -47,9 +47,9 @@ pub(crate) fn qwen3_moe() -> ModelSpec {
         num_experts: 3,
         top_k: 2,
         norm_topk_prob: false,
+        shared_expert_gate: true,
         expert_width: 12,
         shared_expert_width: Some(20),
-        shared_expert_gate: true,
         stacked_axes: StackedAxes::OutIn,
         gate_up: GateUpOrder::Concatenated,
         is_transposed: false,
@@ -66,7 +66,6 @@ pub(crate) fn gpt_oss() -> ModelSpec {
     spec.layers[0].ffn = FfnKind::Moe;
     let moe = spec.moe.as_mut().unwrap();
     moe.shared_expert_width = None;
-    moe.shared_expert_gate = false;
     moe.stacked_axes = StackedAxes::InOut;
     moe.gate_up = GateUpOrder::Interleaved;
     moe.is_transposed = true;
@@ -79,8 +78,8 @@ pub(crate) fn llama4() -> ModelSpec {
     let mut spec = qwen3_moe();
     spec.family = ModelFamily::Llama4;
     let moe = spec.moe.as_mut().unwrap();
-    moe.shared_expert_gate = false;
     moe.stacked_axes = StackedAxes::InOut;
+    moe.shared_expert_gate = false;
     moe.block_name = "feed_forward";
     moe.router_name = "router";
     spec
@@ -106,6 +105,8 @@ pub(crate) fn qwen3_5() -> ModelSpec {
 pub(crate) fn qwen3_next() -> ModelSpec {
     let mut spec = qwen3_5();
     spec.family = ModelFamily::Qwen3Next;
-    spec.linear_attention.as_mut().unwrap().inputs = LinearInputs::Fused;
+    if let Some(linear) = &mut spec.linear_attention {
+        linear.inputs = LinearInputs::Fused;
+    }
     spec
 }

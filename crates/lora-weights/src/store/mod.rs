@@ -142,7 +142,6 @@ impl AdapterStore {
         })
     }
 
-    #[allow(dead_code)]
     pub(crate) fn from_parts(config_json: String, weights: Weights, dir: &Path) -> Self {
         Self {
             config_json,

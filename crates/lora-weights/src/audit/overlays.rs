@@ -1,0 +1,232 @@
+//! Rows and tables of the vocabulary, and low-rank pairs on them.
+
+use super::AuditReason;
+use super::context::{Context, Findings};
+use super::inventory::{Halves, Inventory};
+use super::pairs::check_dtype;
+use crate::{OverlayTensor, OverlayTensorKind, OverlayTensors, RejectReason, TensorId};
+use lora_config::{AdapterConfig, TokenTable};
+
+const TABLES: [TokenTable; 2] = [TokenTable::Embed, TokenTable::LmHead];
+
+/// Checks every overlay tensor and, where there is a config, that it and the file name the same rows and tables.
+pub(super) fn check(context: Context<'_>, inventory: &Inventory, findings: &mut Findings) {
+    for tensor in inventory.overlays.iter() {
+        check_tensor(context, tensor, findings);
+    }
+    let Some(config) = context.config else {
+        return;
+    };
+    for table in TABLES {
+        check_tokens(context, (config, &inventory.overlays), table, findings);
+    }
+    check_saved(context, (config, &inventory.overlays), findings);
+    if config.ensure_weight_tying() && context.spec.tied_embeddings {
+        check_tied(context, inventory, findings);
+    }
+}
+
+/// Tensors that an overlay takes rows from, where the policy takes overlays.
+pub(super) fn applied(context: Context<'_>, overlays: &OverlayTensors) -> usize {
+    let tensors = overlays.iter().filter(|tensor| !is_low_rank(tensor));
+    if context.pool.policy.overlays {
+        tensors.count()
+    } else {
+        0
+    }
+}
+
+fn is_low_rank(tensor: &OverlayTensor) -> bool {
+    matches!(
+        tensor.kind,
+        OverlayTensorKind::EmbeddingA | OverlayTensorKind::EmbeddingB
+    )
+}
+
+/// Bytes of the rows and tables as BF16, before rows that equal the served ones are left out. Saturates.
+pub(super) fn bytes(overlays: &OverlayTensors) -> u64 {
+    let elements = |tensor: &OverlayTensor| {
+        let dims = tensor.shape.iter().map(|&dim| dim as u64);
+        dims.fold(1u64, u64::saturating_mul)
+    };
+    let tables = overlays.iter().filter(|tensor| !is_low_rank(tensor));
+    let sum = tables.map(elements).fold(0, u64::saturating_add);
+    sum.saturating_mul(2)
+}
+
+fn check_tensor(context: Context<'_>, tensor: &OverlayTensor, findings: &mut Findings) {
+    check_dtype(context, tensor.id, findings);
+    let (hidden, vocab) = (context.spec.hidden_size, context.spec.vocab_size);
+    let (fits, wanted) = match (tensor.kind, tensor.shape.as_slice()) {
+        (OverlayTensorKind::EmbeddingA, &[_, columns]) => {
+            (columns == vocab, format!("[r, {vocab}]"))
+        }
+        (OverlayTensorKind::EmbeddingA, _) => (false, format!("[r, {vocab}]")),
+        (OverlayTensorKind::EmbeddingB, &[rows, _]) => (rows == hidden, format!("[{hidden}, r]")),
+        (OverlayTensorKind::EmbeddingB, _) => (false, format!("[{hidden}, r]")),
+        (_, &[rows, width]) => (rows > 0 && width == hidden, format!("[rows, {hidden}]")),
+        _ => (false, format!("[rows, {hidden}]")),
+    };
+    if !fits {
+        let message = format!("shape {:?}, and the model asks for {wanted}", tensor.shape);
+        findings.error(AuditReason::ShapeMismatch, &tensor.name, message);
+    }
+    match tensor.kind {
+        OverlayTensorKind::EmbeddingA | OverlayTensorKind::EmbeddingB => {
+            let message = "low-rank LoRA of the embedding is not applied; merge it into full rows (modules_to_save)";
+            findings.reject(
+                RejectReason::LoraEmbeddingUnimplemented,
+                &tensor.name,
+                message,
+            );
+        }
+        _ if !context.pool.policy.overlays => {
+            let message = format!(
+                "replaces rows of {}, and the policy does not take overlays",
+                tensor.module.peft_name()
+            );
+            findings.error(AuditReason::OverlayUnimplemented, &tensor.name, message);
+        }
+        _ => {}
+    }
+}
+
+/// Ids and rows of one table: both there, as many of one as of the other, every id in the vocabulary.
+fn check_tokens(
+    context: Context<'_>,
+    (config, overlays): (&AdapterConfig, &OverlayTensors),
+    table: TokenTable,
+    findings: &mut Findings,
+) {
+    let of = |table: TokenTable| {
+        let tokens = config.trainable_tokens()?;
+        match table {
+            TokenTable::Embed => tokens.embed.as_deref(),
+            TokenTable::LmHead => tokens.lm_head.as_deref(),
+        }
+    };
+    let delta = overlays.get(table, OverlayTensorKind::Delta);
+    let name = table.peft_name();
+    let (ids, delta) = match (of(table), delta) {
+        (None, None) => return,
+        (None, Some(delta)) => {
+            let message =
+                format!("trained rows of {name}, and trainable_token_indices has no ids for them");
+            return findings.error(AuditReason::TokenIdsMissing, &delta.name, message);
+        }
+        // A tied head shares the embedding's rows, and PEFT saves them once.
+        (Some(ids), None)
+            if table == TokenTable::LmHead
+                && context.spec.tied_embeddings
+                && of(TokenTable::Embed) == Some(ids) =>
+        {
+            return;
+        }
+        (Some(ids), None) => {
+            let message = format!(
+                "trainable_token_indices names {} ids of {name}, and the file holds no rows for them",
+                ids.len()
+            );
+            return findings.error_all(AuditReason::TokenRowsMissing, message);
+        }
+        (Some(ids), Some(delta)) => (ids, delta),
+    };
+    let rows = delta.shape.first().copied().unwrap_or(0);
+    if rows != ids.len() {
+        let message = format!(
+            "{rows} rows (shape {:?}), and trainable_token_indices names {} ids of {name}",
+            delta.shape,
+            ids.len()
+        );
+        findings.error(AuditReason::TokenCountMismatch, &delta.name, message);
+    }
+    let own = [OverlayTensorKind::Base, OverlayTensorKind::FullTable]
+        .into_iter()
+        .filter_map(|kind| overlays.get(table, kind)?.shape.first().copied())
+        .max()
+        .unwrap_or(0);
+    let vocab = context.spec.vocab_size;
+    let limit = vocab.max(own);
+    let beyond: Vec<u32> = ids
+        .iter()
+        .copied()
+        .filter(|&id| id as usize >= limit)
+        .collect();
+    if let Some(first) = beyond.first() {
+        let message = format!(
+            "token id {first} ({} such ids) of {name}: the model has {vocab} tokens, the adapter's own table {own} rows",
+            beyond.len()
+        );
+        findings.error(AuditReason::TokenBeyondVocab, &delta.name, message);
+    }
+}
+
+/// Every table of `modules_to_save` is in the file.
+fn check_saved(
+    context: Context<'_>,
+    (config, overlays): (&AdapterConfig, &OverlayTensors),
+    findings: &mut Findings,
+) {
+    let has = |table| overlays.get(table, OverlayTensorKind::FullTable).is_some();
+    for saved in config.modules_to_save() {
+        // Tied tables are one parameter, which PEFT saves under one of its names when told to keep them tied.
+        let by_tie = context.spec.tied_embeddings
+            && config.ensure_weight_tying()
+            && TABLES.into_iter().any(has);
+        if !has(saved.table) && !by_tie {
+            let message = format!(
+                "modules_to_save names `{}`, and the file holds no {}.weight",
+                saved.name,
+                saved.table.peft_name()
+            );
+            findings.error_all(AuditReason::SavedModuleMissing, message);
+        }
+    }
+}
+
+/// With `ensure_weight_tying`, `lm_head.lora_A` is `lora_embedding_B` transposed and `lm_head.lora_B` is `lora_embedding_A`
+/// transposed.
+fn check_tied(context: Context<'_>, inventory: &Inventory, findings: &mut Findings) {
+    let Some(Halves { a, b, .. }) = &inventory.head else {
+        return;
+    };
+    let embedding = |kind| {
+        inventory
+            .overlays
+            .get(TokenTable::Embed, kind)
+            .map(|t| t.id)
+    };
+    let sides = [
+        (*a, embedding(OverlayTensorKind::EmbeddingB)),
+        (*b, embedding(OverlayTensorKind::EmbeddingA)),
+    ];
+    for (head, embedding) in sides {
+        let (Some(head), Some(embedding)) = (head, embedding) else {
+            continue;
+        };
+        if !is_transpose(context, head, embedding) {
+            let message = format!(
+                "ensure_weight_tying is set, and this is not the transpose of {}",
+                context.name(embedding)
+            );
+            findings.error(AuditReason::TiedLoraMismatch, context.name(head), message);
+        }
+    }
+}
+
+/// Same dtype, swapped shape, the same bytes in every element.
+fn is_transpose(context: Context<'_>, one: TensorId, other: TensorId) -> bool {
+    let (&[rows, columns], &[m, n]) = (context.shape(one), context.shape(other)) else {
+        return false;
+    };
+    if (rows, columns) != (n, m) || context.tensor(one).dtype != context.tensor(other).dtype {
+        return false;
+    }
+    let (x, y) = (
+        context.store.tensor_bytes(one),
+        context.store.tensor_bytes(other),
+    );
+    let size = x.len().checked_div(rows * columns).unwrap_or(0);
+    let at = |index: usize| index * size..(index + 1) * size;
+    (0..rows).all(|i| (0..columns).all(|j| x[at(i * columns + j)] == y[at(j * rows + i)]))
+}

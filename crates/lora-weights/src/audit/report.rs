@@ -1,0 +1,174 @@
+use super::{AuditedPair, Finding};
+use crate::OverlayTensors;
+use lora_config::{ConfigError, FindingLevel};
+use serde::ser::SerializeSeq;
+use serde::{Serialize, Serializer};
+
+/// Bytes an adapter takes on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct AdapterBytes {
+    /// Its slot of the pool. Every slot takes the same, whatever is in it.
+    pub slot: u64,
+    /// Its router and expert pairs.
+    pub expert: u64,
+    /// Its rows and tables of the vocabulary as BF16, before rows that equal the served ones are left out.
+    pub overlay: u64,
+}
+
+/// Everything an audit saw.
+///
+/// An adapter loads if [`ok`](Self::ok). Then `applied` and the number of `ignored` make `tensors`.
+#[derive(Debug, Clone, Default)]
+pub struct AuditReport {
+    /// What was audited: the folder, or empty for tensors in memory.
+    pub adapter: String,
+    /// Findings, errors first, each in the order found.
+    pub findings: Vec<Finding>,
+    /// Tensors in the file.
+    pub tensors: usize,
+    /// Tensors applied.
+    pub applied: usize,
+    /// Names of the tensors that are not applied and need not be, in the file's order.
+    pub ignored: Vec<String>,
+    /// Pairs to pack, in (layer, target) order. Not all of them where there are errors.
+    pub pairs: Vec<AuditedPair>,
+    /// Rows and tables of the vocabulary.
+    pub overlays: OverlayTensors,
+    /// Bytes on the device.
+    pub bytes: AdapterBytes,
+}
+
+impl AuditReport {
+    /// True if no finding is an error: the adapter loads.
+    pub fn ok(&self) -> bool {
+        self.errors().next().is_none()
+    }
+
+    /// Findings that keep the adapter from loading.
+    pub fn errors(&self) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(|finding| finding.is_error())
+    }
+
+    /// Findings that a person should know and that keep nothing from loading.
+    pub fn warnings(&self) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(|finding| !finding.is_error())
+    }
+
+    /// The largest rank of a dense pair, 0 without one: the smallest `max_rank` that takes this adapter.
+    pub fn max_rank(&self) -> u32 {
+        self.rank_of(|pair| pair.target.is_dense())
+    }
+
+    /// The largest rank of a router's or expert's pair, 0 without one.
+    pub fn max_expert_rank(&self) -> u32 {
+        self.rank_of(|pair| !pair.target.is_dense())
+    }
+
+    fn rank_of(&self, which: impl Fn(&&AuditedPair) -> bool) -> u32 {
+        let ranks = self.pairs.iter().filter(which).map(|pair| pair.rank);
+        ranks.max().unwrap_or(0)
+    }
+
+    /// The report of an adapter whose model is not known: one error, with the reason `model-config`.
+    pub fn unknown_model(adapter: impl Into<String>, error: &ConfigError) -> Self {
+        Self {
+            adapter: adapter.into(),
+            findings: vec![Finding {
+                level: FindingLevel::Error,
+                reason: "model-config".to_owned(),
+                tensor: None,
+                message: error.to_string(),
+            }],
+            ..Self::default()
+        }
+    }
+
+    /// The report as JSON: `{"ok", "adapter", "applied", "ignored": [name], "tensors", "findings": [{"level", "reason", "tensor",
+    /// "message"}], "modules": [{"layer", "module", "expert", "rank", "scale"}], "bytes": {"slot", "expert", "overlay"}}`.
+    ///
+    /// `level` is `error` or `warning`; `tensor` and `expert` are null where there is none; `module` is PEFT's path inside the layer
+    /// with the expert's number left out.
+    pub fn to_json(&self) -> String {
+        // Strings, numbers and nulls alone: nothing that can fail.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// Puts errors first, keeping their order.
+    pub(super) fn sort_findings(&mut self) {
+        self.findings.sort_by_key(|finding| finding.level);
+    }
+}
+
+impl Serialize for AuditReport {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Shape<'a> {
+            ok: bool,
+            adapter: &'a str,
+            applied: usize,
+            ignored: &'a [String],
+            tensors: usize,
+            #[serde(serialize_with = "findings")]
+            findings: &'a [Finding],
+            #[serde(serialize_with = "modules")]
+            modules: &'a [AuditedPair],
+            bytes: AdapterBytes,
+        }
+        Shape {
+            ok: self.ok(),
+            adapter: &self.adapter,
+            applied: self.applied,
+            ignored: &self.ignored,
+            tensors: self.tensors,
+            findings: &self.findings,
+            modules: &self.pairs,
+            bytes: self.bytes,
+        }
+        .serialize(serializer)
+    }
+}
+
+fn findings<S: Serializer>(findings: &[Finding], serializer: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct Shape<'a> {
+        level: &'static str,
+        reason: &'a str,
+        tensor: Option<&'a str>,
+        message: &'a str,
+    }
+    let mut seq = serializer.serialize_seq(Some(findings.len()))?;
+    for finding in findings {
+        seq.serialize_element(&Shape {
+            level: match finding.level {
+                FindingLevel::Error => "error",
+                FindingLevel::Warning => "warning",
+            },
+            reason: &finding.reason,
+            tensor: finding.tensor.as_deref(),
+            message: &finding.message,
+        })?;
+    }
+    seq.end()
+}
+
+fn modules<S: Serializer>(pairs: &[AuditedPair], serializer: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct Shape {
+        layer: usize,
+        module: &'static str,
+        expert: Option<usize>,
+        rank: u32,
+        scale: f32,
+    }
+    let mut seq = serializer.serialize_seq(Some(pairs.len()))?;
+    for pair in pairs {
+        seq.serialize_element(&Shape {
+            layer: pair.layer,
+            module: pair.target.module_name(),
+            expert: pair.target.expert(),
+            rank: pair.rank,
+            scale: pair.scale,
+        })?;
+    }
+    seq.end()
+}

@@ -1,0 +1,367 @@
+//! The config against the tensors: the tensors decide what is applied, the config says what ought to be there.
+
+use super::AuditReason;
+use super::context::{Context, Findings};
+use super::inventory::Inventory;
+use super::pair::AuditedPair;
+use super::stacked::{self, Parameter, entry_names};
+use crate::names::moe_of_layer;
+use crate::{ExpertProj, LoraModule, OverlayTensorKind};
+use lora_config::{AdapterConfig, FindingLevel, TargetMatch, TargetModules, TokenTable};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Module and parameter paths, with `parent` before `layers.N`.
+struct Paths<'a> {
+    context: Context<'a>,
+    parent: &'a str,
+}
+
+impl Paths<'_> {
+    fn module(&self, layer: usize, inside: &str) -> String {
+        let dot = if self.parent.is_empty() { "" } else { "." };
+        format!("{}{dot}layers.{layer}.{inside}", self.parent)
+    }
+
+    fn layers(&self) -> std::ops::Range<usize> {
+        0..self.context.spec.layers.len()
+    }
+
+    fn block(&self) -> &'static str {
+        self.context.spec.ffn_block()
+    }
+}
+
+/// Compares the config with what is in the file.
+pub(super) fn check(
+    context: Context<'_>,
+    inventory: &Inventory,
+    pairs: &[AuditedPair],
+    findings: &mut Findings,
+) {
+    let Some(config) = context.config else {
+        return;
+    };
+    if inventory.seen.is_empty() && inventory.overlays.is_empty() {
+        // An empty file, or names that are all refused: every target would be missing, and the reason is another one.
+        return;
+    }
+    let paths = Paths {
+        context,
+        parent: inventory.parent.as_deref().unwrap_or("model"),
+    };
+    let here = Present::new(&paths, inventory);
+    check_modules(&paths, (config, inventory), findings);
+    check_tables(context, (config, inventory), findings);
+    check_stacked(&paths, (config, inventory), findings);
+    check_target_names(&paths, (config, &here), findings);
+    check_parameter_names(&paths, (config, &here), findings);
+    check_patterns(config, &here, findings);
+    check_undeclared(config, pairs, findings);
+}
+
+/// What the file holds, as paths that a config's entries match.
+struct Present {
+    /// Module paths, the tables' and the stacked parameters'.
+    paths: BTreeSet<String>,
+}
+
+impl Present {
+    fn new(paths: &Paths<'_>, inventory: &Inventory) -> Self {
+        let mut present: BTreeSet<String> = inventory
+            .seen
+            .iter()
+            .map(|(layer, inside)| paths.module(*layer, inside))
+            .collect();
+        present.extend(inventory.pairs.values().map(|halves| halves.path.clone()));
+        if let Some(head) = &inventory.head {
+            present.insert(head.path.clone());
+        }
+        for overlay in inventory.overlays.iter() {
+            present.insert(match overlay.module {
+                TokenTable::Embed => "model.embed_tokens".to_owned(),
+                TokenTable::LmHead => "lm_head".to_owned(),
+            });
+        }
+        if let Some(config) = paths.context.config {
+            for halves in inventory.stacked.values() {
+                let module = stacked::module_of(&halves.path);
+                let declared = stacked::declared(config, module);
+                present.extend(declared.iter().map(|p| format!("{module}.{}", p.name())));
+            }
+        }
+        Self { paths: present }
+    }
+
+    /// Whether an entry of a list (a path or a dotted suffix of one) names something in the file.
+    fn matches(&self, entry: &str) -> bool {
+        self.paths.iter().any(|path| entry_names(entry, path))
+    }
+}
+
+/// A module that the model has on a layer and the config targets has tensors there.
+fn check_modules(
+    paths: &Paths<'_>,
+    (config, inventory): (&AdapterConfig, &Inventory),
+    findings: &mut Findings,
+) {
+    let spec = paths.context.spec;
+    let mut missing: BTreeMap<LoraModule, Vec<String>> = BTreeMap::new();
+    for layer in paths.layers() {
+        for module in LoraModule::every().filter(|m| m.applies_to_layer(spec, layer)) {
+            let inside = module.name_in(spec);
+            let path = paths.module(layer, &inside);
+            if config.targets(&path) == TargetMatch::Yes
+                && !inventory.seen.contains(&(layer, inside))
+            {
+                missing.entry(module).or_default().push(path);
+            }
+        }
+    }
+    for paths_missing in missing.values() {
+        let message = format!(
+            "the config targets `{}`, which the model has, and the file holds nothing for it ({} layers)",
+            paths_missing[0],
+            paths_missing.len()
+        );
+        unmatched(paths.context, message, findings);
+    }
+}
+
+/// A vocabulary table that the config targets has a low-rank pair.
+fn check_tables(
+    context: Context<'_>,
+    (config, inventory): (&AdapterConfig, &Inventory),
+    findings: &mut Findings,
+) {
+    let low_rank = |kind| inventory.overlays.get(TokenTable::Embed, kind).is_some();
+    let embed = low_rank(OverlayTensorKind::EmbeddingA) || low_rank(OverlayTensorKind::EmbeddingB);
+    let tables = [
+        ("model.embed_tokens", embed),
+        ("lm_head", inventory.head.is_some()),
+    ];
+    for (path, is_there) in tables {
+        if !is_there && config.targets(path) == TargetMatch::Yes {
+            let message = format!(
+                "the config targets `{path}`, which the model has, and the file holds no pair for it"
+            );
+            unmatched(context, message, findings);
+        }
+    }
+}
+
+/// A stacked parameter that the config declares has tensors on every MoE layer, unless that layer's experts have tensors of
+/// their own.
+fn check_stacked(
+    paths: &Paths<'_>,
+    (config, inventory): (&AdapterConfig, &Inventory),
+    findings: &mut Findings,
+) {
+    let mut missing: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for layer in paths.layers() {
+        if moe_of_layer(paths.context.spec, layer).is_none() {
+            continue;
+        }
+        let inside = format!("{}.experts", paths.block());
+        let module = paths.module(layer, &inside);
+        let declared = stacked::declared(config, &module);
+        let singly = || {
+            let own = |(l, path): &(usize, String)| {
+                let number = path
+                    .strip_prefix(&inside)
+                    .and_then(|rest| rest.strip_prefix('.'));
+                *l == layer
+                    && number.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+            };
+            inventory.seen.iter().any(own)
+        };
+        for (depth, parameter) in declared.iter().rev().enumerate() {
+            let level = stacked::Level { layer, depth };
+            if !inventory.stacked.contains_key(&level) && !singly() {
+                let path = format!("{module}.{}", parameter.name());
+                missing.entry(parameter.name()).or_default().push(path);
+            }
+        }
+    }
+    for paths_missing in missing.values() {
+        let message = format!(
+            "target_parameters names `{}`, which the model has, and the file holds nothing for it ({} layers)",
+            paths_missing[0],
+            paths_missing.len()
+        );
+        unmatched(paths.context, message, findings);
+    }
+}
+
+fn unmatched(context: Context<'_>, message: String, findings: &mut Findings) {
+    let level = if context.pool.policy.allow_partial_targets {
+        FindingLevel::Warning
+    } else {
+        FindingLevel::Error
+    };
+    findings.push(level, AuditReason::UnmatchedTarget, None, message);
+}
+
+/// Names of `target_modules` that nothing in the file and no module checked above has.
+fn check_target_names(
+    paths: &Paths<'_>,
+    (config, here): (&AdapterConfig, &Present),
+    findings: &mut Findings,
+) {
+    let Some(TargetModules::List(names)) = config.target_modules() else {
+        return;
+    };
+    let model = model_modules(paths);
+    for name in names.iter().filter(|name| !here.matches(name)) {
+        if model.iter().any(|path| entry_names(name, path)) {
+            continue;
+        }
+        let routed = routed_modules(paths)
+            .iter()
+            .any(|path| entry_names(name, path));
+        let message = if routed {
+            format!(
+                "target_modules names `{name}`, a name of routed experts or of the router, and the file holds nothing for it"
+            )
+        } else {
+            format!("target_modules names `{name}`, which neither the file nor the model has")
+        };
+        findings.warn(AuditReason::UnmatchedTarget, None, message);
+    }
+}
+
+/// Entries of `target_parameters` that name nothing.
+fn check_parameter_names(
+    paths: &Paths<'_>,
+    (config, here): (&AdapterConfig, &Present),
+    findings: &mut Findings,
+) {
+    let weights = |path: &String| format!("{path}.weight");
+    let mut known: BTreeSet<String> = here.paths.iter().map(weights).collect();
+    known.extend(here.paths.iter().cloned());
+    for layer in paths.layers() {
+        let parameters = [Parameter::GateUp, Parameter::Down];
+        let path =
+            |p: Parameter| paths.module(layer, &format!("{}.experts.{}", paths.block(), p.name()));
+        if moe_of_layer(paths.context.spec, layer).is_some() {
+            known.extend(parameters.map(path));
+        }
+    }
+    for entry in config.target_parameters() {
+        if !known.iter().any(|path| entry_names(entry, path)) {
+            let message =
+                format!("target_parameters names `{entry}`, and the file holds nothing for it");
+            findings.warn(AuditReason::UnmatchedTarget, None, message);
+        }
+    }
+}
+
+/// Paths of the model's modules and tables.
+fn model_modules(paths: &Paths<'_>) -> Vec<String> {
+    let spec = paths.context.spec;
+    let mut modules: Vec<String> = paths
+        .layers()
+        .flat_map(|layer| LoraModule::every().map(move |module| (layer, module)))
+        .filter(|(layer, module)| module.applies_to_layer(spec, *layer))
+        .map(|(layer, module)| paths.module(layer, &module.name_in(spec)))
+        .collect();
+    modules.extend(["model.embed_tokens".to_owned(), "lm_head".to_owned()]);
+    modules
+}
+
+/// Paths of one expert's modules and of the router on every MoE layer, in both spellings.
+fn routed_modules(paths: &Paths<'_>) -> Vec<String> {
+    let mut modules = Vec::new();
+    for layer in paths.layers() {
+        let Some(moe) = moe_of_layer(paths.context.spec, layer) else {
+            continue;
+        };
+        let block = paths.block();
+        for router in ["gate", moe.router_name] {
+            modules.push(paths.module(layer, &format!("{block}.{router}")));
+        }
+        for proj in ExpertProj::ALL {
+            let names = [
+                (block, proj.peft_name()),
+                ("block_sparse_moe", proj.mixtral_name()),
+            ];
+            modules
+                .extend(names.map(|(block, name)| {
+                    paths.module(layer, &format!("{block}.experts.0.{name}"))
+                }));
+        }
+        modules.push(paths.module(layer, &format!("{block}.experts")));
+    }
+    modules
+}
+
+/// Pattern keys that match nothing, and alpha keys that match together.
+fn check_patterns(config: &AdapterConfig, here: &Present, findings: &mut Findings) {
+    let mut rank_used = vec![false; config.rank_pattern().len()];
+    let mut alpha_used = vec![false; config.alpha_pattern().len()];
+    let mut overlaps: BTreeMap<Vec<usize>, &str> = BTreeMap::new();
+    let weights: Vec<String> = here
+        .paths
+        .iter()
+        .map(|path| format!("{path}.weight"))
+        .collect();
+    let weights = weights
+        .iter()
+        .filter(|path| stacked::names_path(config, path));
+    for path in here.paths.iter().chain(weights) {
+        for key in config.rank_keys_matching(path) {
+            rank_used[key] = true;
+        }
+        let keys: Vec<usize> = config.alpha_keys_matching(path).collect();
+        for &key in &keys {
+            alpha_used[key] = true;
+        }
+        if keys.len() > 1 {
+            overlaps.entry(keys).or_insert(path);
+        }
+    }
+    let rank_keys = config.rank_pattern().iter().map(|(key, _)| key);
+    let alpha_keys = config.alpha_pattern().iter().map(|(key, _)| key);
+    let unused_ranks = rank_keys
+        .zip(&rank_used)
+        .map(|(key, used)| ("rank_pattern", key, used));
+    let unused_alphas = alpha_keys
+        .zip(&alpha_used)
+        .map(|(key, used)| ("alpha_pattern", key, used));
+    for (field, key, _) in unused_ranks
+        .chain(unused_alphas)
+        .filter(|(_, _, used)| !**used)
+    {
+        let message = format!("the key `{key}` of {field} matches nothing in the file");
+        findings.warn(AuditReason::UnmatchedPattern, None, message);
+    }
+    for (keys, path) in overlaps {
+        let shown: Vec<String> = keys
+            .iter()
+            .map(|&key| &config.alpha_pattern()[key])
+            .map(|(key, alpha)| format!("`{key}` ({alpha})"))
+            .collect();
+        let message = format!(
+            "{} of alpha_pattern all match `{path}`; the first in the file decides, and PEFT sorts keys when it saves",
+            shown.join(", ")
+        );
+        findings.warn(AuditReason::PatternOverlap, None, message);
+    }
+}
+
+/// Pairs that neither `target_modules` nor `target_parameters` names.
+fn check_undeclared(config: &AdapterConfig, pairs: &[AuditedPair], findings: &mut Findings) {
+    let undeclared: BTreeSet<&str> = pairs
+        .iter()
+        .map(|pair| pair.path.as_str())
+        .filter(|path| {
+            config.targets(path) == TargetMatch::No && !stacked::names_path(config, path)
+        })
+        .collect();
+    if let Some(first) = undeclared.first() {
+        let message = format!(
+            "{} modules are applied that the config does not target, `{first}` first",
+            undeclared.len()
+        );
+        findings.warn(AuditReason::UndeclaredTarget, None, message);
+    }
+}
