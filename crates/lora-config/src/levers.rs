@@ -1,22 +1,5 @@
-//! Levers: switches for operators and measurements. The only place of the workspace that reads the environment; everything
+//! Levers: switches for operators and measurements. The only file of the workspace that reads the environment; everything
 //! below is handed plain values.
-//!
-//! A lever is set in code, in the environment (`METRALE_LORA_<NAME>`), or in `lora.toml`; the first of these that sets it
-//! wins, else its default holds. [`LeverSettings`] is one such layer, [`Levers`] what comes out.
-//!
-//! | variable | `lora.toml` | accessor | default |
-//! |---|---|---|---|
-//! | `NO_APPLY` | `levers.no_apply` | [`Levers::lora_no_apply`] | off |
-//! | `NO_FFN` | `levers.no_ffn` | [`Levers::lora_no_ffn`] | off |
-//! | `GEMV_MAX_M` | `levers.gemv_max_m` | [`Levers::lora_gemv_max_m`] | 48 |
-//! | `ALLOW_PARTIAL` | `levers.allow_partial` | [`Levers::allow_partial_targets`] | off |
-//! | `EXPERTS` | `levers.experts` | [`Levers::lora_experts_env`] | off |
-//! | `EXPERT_RANK` | `experts.rank` | [`Levers::max_lora_expert_rank`] | 16 |
-//! | `EAGER` | `levers.eager` | [`Levers::lora_eager_env`] | off |
-//! | `ROTATE` | `levers.rotate` | [`Levers::lora_rotate_env`] | off |
-//! | `PEER` | `peer` | [`Levers::lora_peer_env`] | none |
-//! | `NO_BATCH_VERIFY` | `levers.no_batch_verify` | [`Levers::no_batch_verify`] | off |
-//! | `PREFILL_BGMV` | `levers.prefill_bgmv` | [`Levers::prefill_bgmv_forced`] | off |
 
 use crate::{ConfigError, ConfigFinding};
 use serde::Deserialize;
@@ -192,6 +175,23 @@ impl<L: FnMut(&str) -> Option<OsString>> Variables<'_, L> {
 }
 
 /// The levers' values, all layers and defaults considered.
+///
+/// A lever is set in code, in the environment (`METRALE_LORA_<NAME>`), or in `lora.toml`; the first of these that sets it
+/// wins, else its default holds. [`LeverSettings`] is one such layer.
+///
+/// | variable | `lora.toml` | accessor | default |
+/// |---|---|---|---|
+/// | `NO_APPLY` | `levers.no_apply` | [`Self::lora_no_apply`] | off |
+/// | `NO_FFN` | `levers.no_ffn` | [`Self::lora_no_ffn`] | off |
+/// | `GEMV_MAX_M` | `levers.gemv_max_m` | [`Self::lora_gemv_max_m`] | 48 |
+/// | `ALLOW_PARTIAL` | `levers.allow_partial` | [`Self::allow_partial_targets`] | off |
+/// | `EXPERTS` | `levers.experts` | [`Self::lora_experts_env`] | off |
+/// | `EXPERT_RANK` | `experts.rank` | [`Self::max_lora_expert_rank`] | 16 |
+/// | `EAGER` | `levers.eager` | [`Self::lora_eager_env`] | off |
+/// | `ROTATE` | `levers.rotate` | [`Self::lora_rotate_env`] | off |
+/// | `PEER` | `peer` | [`Self::lora_peer_env`] | none |
+/// | `NO_BATCH_VERIFY` | `levers.no_batch_verify` | [`Self::no_batch_verify`] | off |
+/// | `PREFILL_BGMV` | `levers.prefill_bgmv` | [`Self::prefill_bgmv_forced`] | off |
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Levers {
     settings: LeverSettings,
