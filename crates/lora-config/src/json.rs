@@ -25,7 +25,8 @@ const NOT_FINITE: [(&str, &str, f64); 3] = [
 pub(crate) enum Json {
     Null,
     Bool(bool),
-    Int(i128),
+    /// An integer; one past 64 signed bits, which no field may hold, is a [`Self::Float`].
+    Int(i64),
     Float(f64),
     Text(String),
     List(Vec<Json>),
@@ -260,10 +261,10 @@ impl<'de> Visitor<'de> for JsonVisitor {
         Ok(Json::Bool(value))
     }
     fn visit_i64<E>(self, value: i64) -> Result<Json, E> {
-        Ok(Json::Int(value.into()))
+        Ok(Json::Int(value))
     }
     fn visit_u64<E>(self, value: u64) -> Result<Json, E> {
-        Ok(Json::Int(value.into()))
+        Ok(i64::try_from(value).map_or(Json::Float(value as f64), Json::Int))
     }
     fn visit_f64<E>(self, value: f64) -> Result<Json, E> {
         Ok(Json::Float(value))

@@ -87,13 +87,15 @@ impl<V: Copy> PatternTable<V> {
 /// A positive rank, or what is wrong with `value`.
 fn rank(value: &Json) -> Result<u32, String> {
     match value {
-        Json::Int(number) if (1..=i128::from(MAX_RANK)).contains(number) => Ok(*number as u32),
         Json::Int(number) if *number < 1 => {
             Err(format!("is {number}; a rank is a positive integer"))
         }
-        Json::Int(number) => Err(format!(
-            "is {number}; ranks up to {MAX_RANK} are read: correct the number"
-        )),
+        Json::Int(number) => u32::try_from(*number)
+            .ok()
+            .filter(|rank| *rank <= MAX_RANK)
+            .ok_or_else(|| {
+                format!("is {number}; ranks up to {MAX_RANK} are read: correct the number")
+            }),
         other => Err(format!(
             "is {other} ({}); a rank is a positive integer",
             other.kind()

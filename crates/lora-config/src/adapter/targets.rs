@@ -61,7 +61,7 @@ enum Matcher {
 
 #[derive(Debug, Clone)]
 struct LayerRule {
-    indices: Vec<i128>,
+    indices: Vec<i64>,
     /// Compiled `layers_pattern`; `None` where only Python can evaluate one.
     patterns: Vec<Option<PathRegex>>,
 }
@@ -162,7 +162,7 @@ impl LayerRule {
         let indices = match fields.given("layers_to_transform")? {
             Json::Int(index) => vec![*index],
             Json::List(items) => {
-                let indices: Option<Vec<i128>> = items
+                let indices: Option<Vec<i64>> = items
                     .iter()
                     .map(|item| match item {
                         Json::Int(index) => Some(*index),
@@ -192,7 +192,7 @@ impl LayerRule {
                 }
             }
         }
-        let index = index.and_then(|digits| digits.parse::<i128>().ok());
+        let index = index.and_then(|digits| digits.parse::<i64>().ok());
         match index {
             Some(index) if self.indices.contains(&index) => TargetMatch::Yes,
             _ => TargetMatch::No,
@@ -200,7 +200,7 @@ impl LayerRule {
     }
 }
 
-fn reject_layers(fields: &mut Fields<'_>) -> Option<Vec<i128>> {
+fn reject_layers(fields: &mut Fields<'_>) -> Option<Vec<i64>> {
     if let Some(value) = fields.given("layers_to_transform") {
         let message = format!("is {value}; it is a layer index or a list of them");
         fields.reject("layers_to_transform", message);

@@ -1,7 +1,7 @@
 //! What the tests of this crate share: a valid config to change, and the workspace's recorded cases.
 
 use lora_config::{
-    AdapterConfig, ConfigError, ConfigFinding, ParseOptions, parse_peft_adapter_config,
+    AdapterConfig, ConfigError, ConfigFinding, ModelSpec, ParseOptions, parse_peft_adapter_config,
 };
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -15,9 +15,13 @@ pub(crate) fn plain() -> Value {
     })
 }
 
-/// [`plain`] with `changes` over it; a string `"<absent>"` takes a field out.
+/// [`plain`] with `changes` over it.
 pub(crate) fn with(changes: Value) -> Value {
-    let mut config = plain();
+    changed(plain(), &changes)
+}
+
+/// `config` with `changes` over it; a string `"<absent>"` takes a field out.
+fn changed(mut config: Value, changes: &Value) -> Value {
     let fields = config.as_object_mut().unwrap();
     for (name, value) in changes.as_object().unwrap() {
         if value == "<absent>" {
@@ -67,4 +71,45 @@ pub(crate) fn cases() -> Vec<(String, PathBuf)> {
 
 pub(crate) fn read_json(path: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+pub(crate) fn spec(config: &Value) -> Result<ModelSpec, ConfigError> {
+    ModelSpec::from_hf_config(&config.to_string())
+}
+
+/// A small config that is valid for `model_type`.
+pub(crate) fn small(model_type: &str) -> Value {
+    json!({
+        "model_type": model_type, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 48,
+        "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "num_experts": 16,
+        "intermediate_size_mlp": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    })
+}
+
+/// [`small`] with `changes` over it.
+pub(crate) fn small_with(model_type: &str, changes: Value) -> Value {
+    changed(small(model_type), &changes)
+}
+
+/// Asserts that `changes` give one refusal, `config-<field>`, whose message holds all of `says`.
+pub(crate) fn refuses(field: &str, changes: Value, says: &[&str]) {
+    let findings = rejected(parse(&with(changes.clone())));
+    assert_eq!(findings.len(), 1, "{changes}: {findings:?}");
+    let shown = findings[0].to_string();
+    assert!(
+        shown.starts_with(&format!("REJECT[config-{field}]: ")),
+        "{changes}: {shown}"
+    );
+    for part in says {
+        assert!(
+            shown.contains(part),
+            "{changes}: {shown:?} does not say {part:?}"
+        );
+    }
+}
+
+pub(crate) fn loads(changes: Value) -> AdapterConfig {
+    parse(&with(changes.clone())).unwrap_or_else(|error| panic!("{changes}: {error}"))
 }

@@ -1,6 +1,6 @@
 //! No text makes a parser panic, hang or allocate without bound.
 
-use crate::common::plain;
+use crate::common::{plain, small};
 use lora_config::{ModelSpec, ParseOptions, parse_peft_adapter_config};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -95,16 +95,8 @@ const MODEL_FIELDS: &[&str] = &[
 ];
 
 fn model() -> impl Strategy<Value = Value> {
-    prop::sample::select(&lora_config::ModelFamily::NAMES[..]).prop_flat_map(|family| {
-        let base = json!({
-            "model_type": family, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 48,
-            "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "num_experts": 16,
-            "intermediate_size_mlp": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        });
-        object(base, MODEL_FIELDS)
-    })
+    prop::sample::select(&lora_config::ModelFamily::NAMES[..])
+        .prop_flat_map(|family| object(small(family), MODEL_FIELDS))
 }
 
 proptest! {
