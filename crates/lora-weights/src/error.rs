@@ -1,7 +1,7 @@
 //! Why weights could not be placed, loaded or moved.
 
 use crate::device::MemoryError;
-use crate::{AuditReport, FindingLevel, VictimError};
+use crate::{AuditReport, VictimError};
 
 /// Where in a slot's transaction an upload failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,6 +135,18 @@ pub enum WeightsError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 
+    /// An adapter with vocabulary rows, and nothing that applies them.
+    #[error(
+        "REJECT[overlay-unapplied]: adapter `{adapter}` holds {tensors} tensors of vocabulary rows and came without the slot \
+         extension that applies them"
+    )]
+    OverlayWithoutExtension {
+        /// The adapter.
+        adapter: String,
+        /// Its tensors of vocabulary rows.
+        tensors: usize,
+    },
+
     /// A slot number past the pool.
     #[error("slot {slot} is out of range, the pool has {slots} slots")]
     SlotOutOfRange {
@@ -255,11 +267,6 @@ pub enum WeightsError {
 }
 
 fn errors_of(report: &AuditReport) -> String {
-    let errors: Vec<String> = report
-        .findings
-        .iter()
-        .filter(|finding| finding.level == FindingLevel::Error)
-        .map(ToString::to_string)
-        .collect();
+    let errors: Vec<String> = report.errors().map(ToString::to_string).collect();
     errors.join("; ")
 }

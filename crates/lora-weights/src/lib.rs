@@ -4,12 +4,9 @@ mod audit;
 pub mod device;
 mod error;
 mod identity;
-#[allow(dead_code)]
 mod layout;
 mod names;
-#[allow(dead_code)]
 mod pack;
-#[allow(dead_code)]
 mod pairs;
 mod pool;
 mod routing;
@@ -41,7 +38,11 @@ pub use routing::{
     BASE_SLOT, LoraSites, NO_DELTA, Resolved, SlotSpace, build_seq_slot_host, fill_seq_slot_host,
     routed_prefill_slot_of, uniform_seq_slots,
 };
-pub use slots::{Occupancy, SlotView, VictimError, select_victim_slot};
+pub use slots::{
+    AdapterSlot, BeginError, FreedSlot, LoraAdapterInput, LoraWeights, Occupancy, Released,
+    SlotExtension, SlotLease, SlotTarget, SlotTransaction, SlotView, StagedAdapter, Unloaded,
+    VictimError, load_lora_adapters_generic, load_lora_adapters_multi, select_victim_slot,
+};
 pub use store::{
     AdapterStore, HeaderEntry, HeaderError, MemoryTensor, OtherDtype, StoreError, TensorDtype,
     TensorId, TensorMeta, parse_safetensors_header,

@@ -1,0 +1,104 @@
+//! What a filled slot holds.
+
+use super::units::UnitRuns;
+use crate::device::LoraPair;
+use crate::{ExpertLoraLayer, LoraLayerWeights, LoraModule, adapter_id_hash};
+use lora_config::AdapterConfig;
+use std::any::Any;
+use std::sync::Arc;
+
+/// One adapter in one slot: immutable from the commit that made it visible until the slot is written again.
+#[derive(Debug, Clone)]
+pub struct AdapterSlot {
+    pub(super) name: String,
+    pub(super) slot: u32,
+    pub(super) generation: u64,
+    pub(super) config: AdapterConfig,
+    pub(super) layers: Arc<[LoraLayerWeights]>,
+    pub(super) experts: Arc<[ExpertLoraLayer]>,
+}
+
+impl AdapterSlot {
+    /// The name it was loaded under; may be empty.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The slot it lies in.
+    pub fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// Rises with every commit into the slot, and is never one that an earlier adapter of this name had.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// The prefix-cache key, [`adapter_id_hash`] of name and generation.
+    pub fn adapter_id(&self) -> u64 {
+        adapter_id_hash(&self.name, self.generation)
+    }
+
+    /// The adapter's parsed config.
+    pub fn config(&self) -> &AdapterConfig {
+        &self.config
+    }
+
+    /// Dense pairs: one entry a model layer, by global index.
+    pub fn layers(&self) -> &[LoraLayerWeights] {
+        &self.layers
+    }
+
+    /// Router and expert pairs: one entry a model layer, by global index.
+    pub fn experts(&self) -> &[ExpertLoraLayer] {
+        &self.experts
+    }
+
+    /// True where the adapter adapts a router or an expert.
+    pub fn has_experts(&self) -> bool {
+        self.experts.iter().any(|layer| !layer.is_empty())
+    }
+
+    /// The pair of `module` in `layer`; `None` where the layer does not exist, holds no pairs, or the module is not
+    /// adapted.
+    pub fn pair(&self, layer: usize, module: LoraModule) -> Option<LoraPair> {
+        self.layers.get(layer)?.module_pair(module)
+    }
+}
+
+/// What a slot owns beside pool and expert units: a token overlay, expert tables. Made by the layer above and bound to
+/// the slot's life: installed when the slot's transaction commits, uninstalled and dropped when the slot is written
+/// again, unloaded, or its transaction fails.
+pub trait SlotExtension: Any + Send + Sync {
+    /// Makes the extension reachable from the device: writes `slot`'s entries of tables that it shares with other slots.
+    /// Called once, after the slot's own tables are written and before any request can acquire the slot. An error
+    /// fails the transaction.
+    ///
+    /// # Errors
+    /// The implementation's own.
+    fn install(&self, slot: u32) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+    /// Undoes [`install`](Self::install): zeroes `slot`'s entries. Called once after an install, whether it succeeded or
+    /// not, when no request holds the slot and before any other contents of the slot are written.
+    fn uninstall(&self, slot: u32);
+
+    /// Device bytes it holds, for reports.
+    fn device_bytes(&self) -> u64;
+}
+
+/// All that a slot owns while it is filled.
+#[derive(Clone)]
+pub(super) struct Contents {
+    pub(super) adapter: Arc<AdapterSlot>,
+    pub(super) units: UnitRuns,
+    pub(super) extension: Option<Arc<dyn SlotExtension>>,
+}
+
+impl std::fmt::Debug for Contents {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Contents")
+            .field("adapter", &self.adapter.name)
+            .field("units", &self.units)
+            .finish_non_exhaustive()
+    }
+}

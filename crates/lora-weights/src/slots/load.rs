@@ -1,0 +1,284 @@
+//! The verbs that bring adapters in.
+
+use super::shared::Shared;
+use super::state::UnloadStep;
+use super::{AdapterSlot, LoraWeights, SlotExtension, SlotTarget, StagedAdapter};
+use crate::device::DeviceMemory;
+use crate::pack::{PackSource, image_bytes, pack_adapter};
+use crate::{AdapterStore, AuditReport, PoolSpec, WeightsError, audit_adapter};
+use lora_config::{AdapterConfig, ModelSpec};
+use std::sync::Arc;
+
+/// An adapter to bring in.
+#[derive(Clone)]
+pub struct LoraAdapterInput<'a> {
+    /// Name to load it under; may be empty, but no two residents share one.
+    pub name: &'a str,
+    /// Its tensors.
+    pub store: &'a AdapterStore,
+    /// Its parsed config.
+    pub config: &'a AdapterConfig,
+    /// At startup: never a victim of promotion. Not read by other verbs.
+    pub pinned: bool,
+    /// What [`LoraWeights::audit`] of the same pool said of the same store; audited again where `None`.
+    pub report: Option<&'a AuditReport>,
+    /// What the slot will own beside its pairs. An adapter with vocabulary rows needs one, or they would be lost.
+    pub extension: Option<Arc<dyn SlotExtension>>,
+}
+
+impl<'a> LoraAdapterInput<'a> {
+    /// A pinned adapter, not audited yet, without extension.
+    pub fn new(name: &'a str, store: &'a AdapterStore, config: &'a AdapterConfig) -> Self {
+        Self {
+            name,
+            store,
+            config,
+            pinned: true,
+            report: None,
+            extension: None,
+        }
+    }
+
+    /// Not pinned: at startup it fills a slot that promotion may take later.
+    #[must_use]
+    pub fn unpinned(mut self) -> Self {
+        self.pinned = false;
+        self
+    }
+
+    /// With the report of an audit, which is not repeated.
+    #[must_use]
+    pub fn with_report(mut self, report: &'a AuditReport) -> Self {
+        self.report = Some(report);
+        self
+    }
+
+    /// With an extension.
+    #[must_use]
+    pub fn with_extension(mut self, extension: Arc<dyn SlotExtension>) -> Self {
+        self.extension = Some(extension);
+        self
+    }
+}
+
+/// Allocates a pool and loads startup adapters into slots `0..n`; slot 0 is active.
+///
+/// # Errors
+/// As [`LoraWeights::new`] and [`LoraWeights::load`].
+pub fn load_lora_adapters_multi(
+    memory: Arc<dyn DeviceMemory>,
+    model: ModelSpec,
+    pool: PoolSpec,
+    adapters: &[LoraAdapterInput<'_>],
+) -> Result<LoraWeights, WeightsError> {
+    let weights = LoraWeights::new(memory, model, pool)?;
+    weights.load(adapters)?;
+    Ok(weights)
+}
+
+/// [`load_lora_adapters_multi`] of one adapter, whose name may be empty.
+///
+/// # Errors
+/// As [`load_lora_adapters_multi`].
+pub fn load_lora_adapters_generic(
+    memory: Arc<dyn DeviceMemory>,
+    model: ModelSpec,
+    pool: PoolSpec,
+    adapter: LoraAdapterInput<'_>,
+) -> Result<LoraWeights, WeightsError> {
+    load_lora_adapters_multi(memory, model, pool, &[adapter])
+}
+
+impl LoraWeights {
+    /// Audits an adapter for this pool. Touches no device.
+    pub fn audit(&self, adapter: &LoraAdapterInput<'_>) -> AuditReport {
+        audit_adapter(
+            adapter.store,
+            adapter.config,
+            &self.shared.model,
+            &self.shared.pool,
+        )
+    }
+
+    /// Audits an adapter and packs it into staging memory. Touches no slot.
+    ///
+    /// # Errors
+    /// [`WeightsError::Refused`] with the whole report; [`WeightsError::Memory`] where there is no staging memory;
+    /// [`WeightsError::PairMismatch`] where the input's report is another pool's.
+    ///
+    /// # Panics
+    /// Where the input's report is another store's.
+    pub fn stage(&self, adapter: &LoraAdapterInput<'_>) -> Result<StagedAdapter, WeightsError> {
+        self.pack(adapter, self.accepted(adapter)?)
+    }
+
+    /// The report of an adapter that loads.
+    fn accepted(&self, adapter: &LoraAdapterInput<'_>) -> Result<AuditReport, WeightsError> {
+        let report = match adapter.report {
+            Some(report) => report.clone(),
+            None => self.audit(adapter),
+        };
+        if report.ok() {
+            return Ok(report);
+        }
+        Err(WeightsError::Refused {
+            adapter: adapter.name.to_owned(),
+            report: Box::new(report),
+        })
+    }
+
+    fn pack(
+        &self,
+        adapter: &LoraAdapterInput<'_>,
+        report: AuditReport,
+    ) -> Result<StagedAdapter, WeightsError> {
+        let _span = tracing::debug_span!("lora_pack", adapter = adapter.name).entered();
+        let shared = &self.shared;
+        let image_bytes = image_bytes(&shared.layout, &report.pairs)?;
+        let with_tables = image_bytes + shared.layout.tables().image_bytes();
+        let mut staging = shared.staging.take(with_tables)?;
+        let source = PackSource {
+            store: adapter.store,
+            pairs: &report.pairs,
+        };
+        let packed = pack_adapter(source, &shared.layout, staging.bytes_mut());
+        let staged = StagedAdapter {
+            shared: Arc::clone(shared),
+            name: adapter.name.to_owned(),
+            config: adapter.config.clone(),
+            report,
+            image_bytes,
+            staging: Some(staging),
+            extension: adapter.extension.clone(),
+        };
+        packed.map(|()| staged)
+    }
+
+    /// Brings a staged adapter into a slot, waiting for the upload: begin, wait, commit. Returns the new pairs, to be
+    /// installed again where the slot is active.
+    ///
+    /// # Errors
+    /// As [`StagedAdapter::begin`] and [`SlotTransaction::commit`](super::SlotTransaction::commit);
+    /// [`WeightsError::OverlayWithoutExtension`] before any write.
+    pub fn pack_store_into_slot(
+        &self,
+        target: SlotTarget,
+        staged: StagedAdapter,
+    ) -> Result<Arc<AdapterSlot>, WeightsError> {
+        staged.check_extension()?;
+        staged.begin(target)?.commit()
+    }
+
+    /// Fills slots `0..n` of an empty pool and makes slot 0 active. All adapters are audited before the first is
+    /// written; after a failure no slot is filled.
+    ///
+    /// # Errors
+    /// [`WeightsError::NoAdapters`], [`TooManyAdapters`](WeightsError::TooManyAdapters),
+    /// [`DuplicateName`](WeightsError::DuplicateName), [`AlreadyLoaded`](WeightsError::AlreadyLoaded),
+    /// [`Refused`](WeightsError::Refused), [`ExpertRegionFull`](WeightsError::ExpertRegionFull),
+    /// [`Upload`](WeightsError::Upload), [`Memory`](WeightsError::Memory).
+    pub fn load(
+        &self,
+        adapters: &[LoraAdapterInput<'_>],
+    ) -> Result<Vec<Arc<AdapterSlot>>, WeightsError> {
+        let _span = tracing::info_span!("lora_load", adapters = adapters.len()).entered();
+        self.check_load(adapters)?;
+        let reports = adapters
+            .iter()
+            .map(|adapter| self.accepted(adapter))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut loaded = Vec::with_capacity(adapters.len());
+        for (slot, (adapter, report)) in (0u32..).zip(adapters.iter().zip(reports)) {
+            let filled = self.pack(adapter, report).and_then(|staged| {
+                staged.check_extension()?;
+                staged.begin_startup(slot, adapter.pinned)?.commit()
+            });
+            match filled {
+                Ok(adapter) => loaded.push(adapter),
+                Err(error) => {
+                    self.shared.discard_all(&loaded);
+                    return Err(error);
+                }
+            }
+        }
+        self.shared.states.lock().activate(0);
+        Ok(loaded)
+    }
+
+    /// Brings an adapter into a cache slot, stamped as just used so that the next promotion does not take it before its
+    /// first request arrives.
+    ///
+    /// # Errors
+    /// [`WeightsError::Victim`], [`DuplicateName`](WeightsError::DuplicateName) where the adapter is resident already
+    /// ([`slot_of`](Self::slot_of) finds it), and as [`stage`](Self::stage) and
+    /// [`pack_store_into_slot`](Self::pack_store_into_slot).
+    pub fn promote(
+        &self,
+        adapter: &LoraAdapterInput<'_>,
+    ) -> Result<Arc<AdapterSlot>, WeightsError> {
+        let _span = tracing::info_span!("lora_promote", adapter = adapter.name).entered();
+        // Not worth auditing and packing where there is no slot; the choice itself is made when the image is ready.
+        self.shared.states.lock().victim()?;
+        let staged = self.stage(adapter)?;
+        self.pack_store_into_slot(SlotTarget::Victim, staged)
+    }
+
+    /// Brings new contents into a slot, under the same name or another, as one transaction: the adapter is audited and
+    /// packed while the former one still serves; then all of it becomes visible at once, or the slot becomes a
+    /// placeholder.
+    ///
+    /// # Errors
+    /// As [`stage`](Self::stage) and [`pack_store_into_slot`](Self::pack_store_into_slot).
+    pub fn swap(
+        &self,
+        slot: u32,
+        adapter: &LoraAdapterInput<'_>,
+    ) -> Result<Arc<AdapterSlot>, WeightsError> {
+        let _span = tracing::info_span!("lora_swap", slot, adapter = adapter.name).entered();
+        self.shared.states.lock().check_writable(slot, "swap")?;
+        let staged = self.stage(adapter)?;
+        self.pack_store_into_slot(SlotTarget::Slot(slot), staged)
+    }
+
+    fn check_load(&self, adapters: &[LoraAdapterInput<'_>]) -> Result<(), WeightsError> {
+        let slots = self.shared.layout.slots();
+        if adapters.is_empty() {
+            return Err(WeightsError::NoAdapters);
+        }
+        if adapters.len() > slots as usize {
+            return Err(WeightsError::TooManyAdapters {
+                given: adapters.len(),
+                slots,
+            });
+        }
+        for (at, adapter) in adapters.iter().enumerate() {
+            if let Some(slot) = (0u32..)
+                .zip(&adapters[..at])
+                .find_map(|(slot, other)| (other.name == adapter.name).then_some(slot))
+            {
+                return Err(WeightsError::DuplicateName {
+                    name: adapter.name.to_owned(),
+                    slot,
+                });
+            }
+        }
+        match self.shared.states.lock().first_occupied() {
+            Some(slot) => Err(WeightsError::AlreadyLoaded { slot }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Shared {
+    /// Unloads what a failed load has filled so far.
+    fn discard_all(&self, loaded: &[Arc<AdapterSlot>]) {
+        for adapter in loaded {
+            let step = self.states.lock().discard(adapter.slot);
+            if let UnloadStep::Retire(contents) = step
+                && let Err(error) = self.retire(contents)
+            {
+                tracing::warn!(slot = adapter.slot, %error, "tables of an unloaded slot were not zeroed");
+            }
+        }
+    }
+}
