@@ -410,6 +410,26 @@ mod tests {
         assert!(!levers.lora_eager_env());
     }
 
+    #[test]
+    fn every_lever_of_a_stronger_layer_wins_and_of_a_weaker_one_fills_in() {
+        let all = |on: bool, number: u32| LeverSettings {
+            no_apply: Some(on),
+            no_ffn: Some(on),
+            gemv_max_m: Some(number),
+            allow_partial: Some(on),
+            experts: Some(on),
+            expert_rank: NonZeroU32::new(number),
+            eager: Some(on),
+            rotate: Some(on),
+            peer: Some(number.to_string()),
+            no_batch_verify: Some(on),
+            prefill_bgmv: Some(on),
+        };
+        let (strong, weak) = (all(true, 1), all(false, 2));
+        assert_eq!(strong.clone().over(weak.clone()), strong);
+        assert_eq!(LeverSettings::default().over(weak.clone()), weak);
+    }
+
     #[cfg(unix)]
     #[test]
     fn a_peer_that_is_no_text_is_an_error() {

@@ -394,6 +394,31 @@ mod tests {
     }
 
     #[test]
+    fn every_setting_of_a_stronger_layer_wins_and_of_a_weaker_one_fills_in() {
+        let full = RuntimeSettings::from_toml(FULL).unwrap();
+        let other = RuntimeSettings::from_toml(
+            r#"
+            model = "n"
+            backend = "host"
+            max_loras = 5
+            max_rank = 6
+            modules = []
+            adapters = []
+            [experts]
+            budget = 7
+            "#,
+        )
+        .unwrap();
+        let without_levers = RuntimeSettings {
+            levers: LeverSettings::default(),
+            ..full.clone()
+        };
+        assert_eq!(without_levers.clone().over(other.clone()), without_levers);
+        assert_eq!(other.clone().over(without_levers), other);
+        assert_eq!(RuntimeSettings::default().over(full.clone()), full);
+    }
+
+    #[test]
     fn relative_paths_are_taken_from_the_files_folder() {
         let settings = RuntimeSettings::from_toml(FULL)
             .unwrap()
