@@ -41,6 +41,26 @@ pub(crate) struct PlacedKey<'a> {
 
 /// The layer (global index), target and matrix that a tensor's name stands for.
 ///
+/// ```
+/// use lora_config::ModelSpec;
+/// use lora_weights::{AdapterAb, LoraModule, LoraTarget, NameRules, classify_key};
+///
+/// let spec = ModelSpec::from_hf_config(
+///     r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}"#,
+/// )?;
+/// let rules = NameRules::default();
+///
+/// let name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight";
+/// let placed = classify_key(name, &spec, &rules)?;
+/// assert_eq!(placed, (1, LoraTarget::Attn(LoraModule::QProj), AdapterAb::B));
+///
+/// let vision = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight";
+/// let reject = classify_key(vision, &spec, &rules).unwrap_err();
+/// assert_eq!(reject.reason.as_str(), "non-layer-module");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// # Errors
 /// A [`Reject`] with a stable reason for every name that cannot be placed; nothing is skipped.
 pub fn classify_key(
