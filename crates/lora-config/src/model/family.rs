@@ -184,6 +184,114 @@ const QWEN3_5: FamilyRules = FamilyRules {
     ..QWEN3_NEXT
 };
 
+const LLAMA: FamilyRules = FamilyRules {
+    kv_heads: Absent::Derived,
+    ..DENSE
+};
+
+const MISTRAL: FamilyRules = FamilyRules {
+    windows: Windows::All { by_default: true },
+    ..DENSE
+};
+
+const PHI3: FamilyRules = FamilyRules {
+    kv_heads: Absent::Derived,
+    fused_projections: true,
+    windows: Windows::All { by_default: false },
+    ..DENSE
+};
+
+const QWEN2: FamilyRules = FamilyRules {
+    windows: Windows::FromLayer,
+    ..DENSE
+};
+
+const QWEN3: FamilyRules = FamilyRules {
+    head_dim: Absent::Constant(128),
+    windows: Windows::FromLayer,
+    ..DENSE
+};
+
+const QWEN3_VL: FamilyRules = FamilyRules {
+    head_dim: Absent::Constant(128),
+    ..DENSE
+};
+
+const QWEN2_MOE: FamilyRules = FamilyRules {
+    windows: Windows::EvenBeforeLayer,
+    experts: Experts::Stepped,
+    shared_expert: SharedExpert::Gated,
+    top_k: 4,
+    norm_topk_prob: NormTopK::Key(false),
+    ..DENSE
+};
+
+const QWEN3_MOE: FamilyRules = FamilyRules {
+    windows: Windows::AllIfUsed,
+    experts: Experts::Stepped,
+    top_k: 8,
+    norm_topk_prob: NormTopK::Key(false),
+    ..DENSE
+};
+
+const QWEN3_5_MOE: FamilyRules = FamilyRules {
+    experts: Experts::AllOwnWidth,
+    shared_expert: SharedExpert::Gated,
+    top_k: 8,
+    norm_topk_prob: NormTopK::Fixed(true),
+    ..QWEN3_5
+};
+
+const MIXTRAL: FamilyRules = FamilyRules {
+    windows: Windows::All { by_default: false },
+    experts: Experts::All,
+    top_k: 2,
+    ..DENSE
+};
+
+const GPT_OSS: FamilyRules = FamilyRules {
+    head_dim: Absent::Constant(64),
+    windows: Windows::AllButEach {
+        key: None,
+        default: 2,
+    },
+    experts: Experts::All,
+    top_k: 4,
+    stacked_axes: StackedAxes::InOut,
+    gate_up: GateUpOrder::Interleaved,
+    is_transposed: true,
+    router_name: "router",
+    ..DENSE
+};
+
+const GEMMA3: FamilyRules = FamilyRules {
+    heads: Absent::Constant(8),
+    kv_heads: Absent::Constant(4),
+    head_dim: Absent::Constant(256),
+    vocab_size: Absent::Constant(262_208),
+    tied_embeddings: true,
+    activation_key: "hidden_activation",
+    activation: "gelu_pytorch_tanh",
+    windows: Windows::AllButEach {
+        key: Some("sliding_window_pattern"),
+        default: 6,
+    },
+    ..DENSE
+};
+
+const LLAMA4: FamilyRules = FamilyRules {
+    head_dim: Absent::Constant(128),
+    windows: Windows::ChunkedByRope,
+    experts: Experts::Interleaved,
+    shared_expert: SharedExpert::LikeExpert,
+    top_k: 1,
+    norm_topk_prob: NormTopK::Fixed(false),
+    stacked_axes: StackedAxes::InOut,
+    block_name: "feed_forward",
+    router_name: "router",
+    ..DENSE
+};
+
 impl ModelFamily {
     /// Every `model_type` that is known, without `_text`.
     pub const NAMES: [&'static str; 15] = {
@@ -234,103 +342,21 @@ impl ModelFamily {
     pub(super) fn rules(self) -> FamilyRules {
         match self {
             Self::Custom => DENSE,
-            Self::Llama => FamilyRules {
-                kv_heads: Absent::Derived,
-                ..DENSE
-            },
-            Self::Mistral => FamilyRules {
-                windows: Windows::All { by_default: true },
-                ..DENSE
-            },
-            Self::Phi3 => FamilyRules {
-                kv_heads: Absent::Derived,
-                fused_projections: true,
-                windows: Windows::All { by_default: false },
-                ..DENSE
-            },
-            Self::Qwen2 => FamilyRules {
-                windows: Windows::FromLayer,
-                ..DENSE
-            },
-            Self::Qwen3 => FamilyRules {
-                head_dim: Absent::Constant(128),
-                windows: Windows::FromLayer,
-                ..DENSE
-            },
-            Self::Qwen3Vl => FamilyRules {
-                head_dim: Absent::Constant(128),
-                ..DENSE
-            },
-            Self::Qwen2Moe => FamilyRules {
-                windows: Windows::EvenBeforeLayer,
-                experts: Experts::Stepped,
-                shared_expert: SharedExpert::Gated,
-                top_k: 4,
-                norm_topk_prob: NormTopK::Key(false),
-                ..DENSE
-            },
-            Self::Qwen3Moe => FamilyRules {
-                windows: Windows::AllIfUsed,
-                experts: Experts::Stepped,
-                top_k: 8,
-                norm_topk_prob: NormTopK::Key(false),
-                ..DENSE
-            },
+            Self::Llama => LLAMA,
+            Self::Mistral => MISTRAL,
+            Self::Phi3 => PHI3,
+            Self::Qwen2 => QWEN2,
+            Self::Qwen3 => QWEN3,
+            Self::Qwen3Vl => QWEN3_VL,
+            Self::Qwen2Moe => QWEN2_MOE,
+            Self::Qwen3Moe => QWEN3_MOE,
             Self::Qwen3Next => QWEN3_NEXT,
             Self::Qwen35 => QWEN3_5,
-            Self::Qwen35Moe => FamilyRules {
-                experts: Experts::AllOwnWidth,
-                shared_expert: SharedExpert::Gated,
-                top_k: 8,
-                norm_topk_prob: NormTopK::Fixed(true),
-                ..QWEN3_5
-            },
-            Self::Mixtral => FamilyRules {
-                windows: Windows::All { by_default: false },
-                experts: Experts::All,
-                top_k: 2,
-                ..DENSE
-            },
-            Self::GptOss => FamilyRules {
-                head_dim: Absent::Constant(64),
-                windows: Windows::AllButEach {
-                    key: None,
-                    default: 2,
-                },
-                experts: Experts::All,
-                top_k: 4,
-                stacked_axes: StackedAxes::InOut,
-                gate_up: GateUpOrder::Interleaved,
-                is_transposed: true,
-                router_name: "router",
-                ..DENSE
-            },
-            Self::Gemma3 => FamilyRules {
-                heads: Absent::Constant(8),
-                kv_heads: Absent::Constant(4),
-                head_dim: Absent::Constant(256),
-                vocab_size: Absent::Constant(262_208),
-                tied_embeddings: true,
-                activation_key: "hidden_activation",
-                activation: "gelu_pytorch_tanh",
-                windows: Windows::AllButEach {
-                    key: Some("sliding_window_pattern"),
-                    default: 6,
-                },
-                ..DENSE
-            },
-            Self::Llama4 => FamilyRules {
-                head_dim: Absent::Constant(128),
-                windows: Windows::ChunkedByRope,
-                experts: Experts::Interleaved,
-                shared_expert: SharedExpert::LikeExpert,
-                top_k: 1,
-                norm_topk_prob: NormTopK::Fixed(false),
-                stacked_axes: StackedAxes::InOut,
-                block_name: "feed_forward",
-                router_name: "router",
-                ..DENSE
-            },
+            Self::Qwen35Moe => QWEN3_5_MOE,
+            Self::Mixtral => MIXTRAL,
+            Self::GptOss => GPT_OSS,
+            Self::Gemma3 => GEMMA3,
+            Self::Llama4 => LLAMA4,
         }
     }
 }
