@@ -32,13 +32,34 @@ impl fmt::Display for Finding {
             FindingLevel::Error => "REJECT",
             FindingLevel::Warning => "WARN",
         };
-        write!(f, "{word}[{}]: ", self.reason)?;
+        write!(f, "{word}[{}]: ", OneLine(&self.reason))?;
         match &self.tensor {
             // A file's error names its tensor behind the file.
-            Some(tensor) if !self.message.contains(tensor.as_str()) => write!(f, "{tensor}: ")?,
+            Some(tensor) if !self.message.contains(tensor.as_str()) => {
+                write!(f, "{}: ", OneLine(tensor))?;
+            }
             _ => {}
         }
-        f.write_str(&self.message)
+        OneLine(&self.message).fmt(f)
+    }
+}
+
+/// Text from a file on one line of a terminal: control characters are shown as escapes.
+struct OneLine<'a>(&'a str);
+
+impl fmt::Display for OneLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rest = self.0;
+        while let Some(at) = rest.find(char::is_control) {
+            let (clean, tail) = rest.split_at(at);
+            f.write_str(clean)?;
+            let mut chars = tail.chars();
+            if let Some(control) = chars.next() {
+                write!(f, "{}", control.escape_default())?;
+            }
+            rest = chars.as_str();
+        }
+        f.write_str(rest)
     }
 }
 

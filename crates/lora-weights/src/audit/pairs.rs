@@ -226,7 +226,8 @@ pub(super) fn scaling(
 /// The path that patterns match: the module's, or its weight's where `target_parameters` names that and `target_modules` does
 /// not name the module.
 fn scaling_path(context: Context<'_>, module: &str) -> String {
-    let Some(config) = context.config else {
+    let parameters = |config: &&AdapterConfig| !config.target_parameters().is_empty();
+    let Some(config) = context.config.filter(parameters) else {
         return module.to_owned();
     };
     let weight = format!("{module}.weight");

@@ -93,7 +93,7 @@ pub(super) fn names_path(config: &AdapterConfig, path: &str) -> bool {
         .any(|entry| entry_names(entry, path))
 }
 
-pub(super) fn entry_names(entry: &str, path: &str) -> bool {
+fn entry_names(entry: &str, path: &str) -> bool {
     path.strip_suffix(entry)
         .is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }

@@ -4,11 +4,11 @@ use super::AuditReason;
 use super::context::{Context, Findings};
 use super::inventory::Inventory;
 use super::pair::AuditedPair;
-use super::stacked::{self, Parameter, entry_names};
+use super::stacked::{self, Parameter};
 use crate::names::moe_of_layer;
 use crate::{ExpertProj, LoraModule, OverlayTensorKind};
 use lora_config::{AdapterConfig, FindingLevel, TargetMatch, TargetModules, TokenTable};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Module and parameter paths, with `parent` before `layers.N`.
 struct Paths<'a> {
@@ -49,7 +49,7 @@ pub(super) fn check(
         context,
         parent: inventory.parent.as_deref().unwrap_or("model"),
     };
-    let here = Present::new(&paths, inventory);
+    let here = present_paths(&paths, inventory);
     check_modules(&paths, (config, inventory), findings);
     check_tables(context, (config, inventory), findings);
     check_stacked(&paths, (config, inventory), findings);
@@ -59,43 +59,48 @@ pub(super) fn check(
     check_undeclared(config, pairs, findings);
 }
 
-/// What the file holds, as paths that a config's entries match.
-struct Present {
-    /// Module paths, the tables' and the stacked parameters'.
-    paths: BTreeSet<String>,
+/// Every path of a set and every dotted suffix of one: what an entry of a list can name.
+struct Suffixes<'a>(HashSet<&'a str>);
+
+impl<'a> Suffixes<'a> {
+    fn of(paths: impl IntoIterator<Item = &'a String>) -> Self {
+        let suffixes = |path: &'a String| {
+            let after_dot = path.match_indices('.').map(|(dot, _)| &path[dot + 1..]);
+            std::iter::once(path.as_str()).chain(after_dot)
+        };
+        Self(paths.into_iter().flat_map(suffixes).collect())
+    }
+
+    fn has(&self, entry: &str) -> bool {
+        self.0.contains(entry)
+    }
 }
 
-impl Present {
-    fn new(paths: &Paths<'_>, inventory: &Inventory) -> Self {
-        let mut present: BTreeSet<String> = inventory
-            .seen
-            .iter()
-            .map(|(layer, inside)| paths.module(*layer, inside))
-            .collect();
-        present.extend(inventory.pairs.values().map(|halves| halves.path.clone()));
-        if let Some(head) = &inventory.head {
-            present.insert(head.path.clone());
-        }
-        for overlay in inventory.overlays.iter() {
-            present.insert(match overlay.module {
-                TokenTable::Embed => "model.embed_tokens".to_owned(),
-                TokenTable::LmHead => "lm_head".to_owned(),
-            });
-        }
-        if let Some(config) = paths.context.config {
-            for halves in inventory.stacked.values() {
-                let module = stacked::module_of(&halves.path);
-                let declared = stacked::declared(config, module);
-                present.extend(declared.iter().map(|p| format!("{module}.{}", p.name())));
-            }
-        }
-        Self { paths: present }
+/// What the file holds, as paths that a config's entries match: modules, tables, stacked parameters.
+fn present_paths(paths: &Paths<'_>, inventory: &Inventory) -> BTreeSet<String> {
+    let mut present: BTreeSet<String> = inventory
+        .seen
+        .iter()
+        .map(|(layer, inside)| paths.module(*layer, inside))
+        .collect();
+    present.extend(inventory.pairs.values().map(|halves| halves.path.clone()));
+    if let Some(head) = &inventory.head {
+        present.insert(head.path.clone());
     }
-
-    /// Whether an entry of a list (a path or a dotted suffix of one) names something in the file.
-    fn matches(&self, entry: &str) -> bool {
-        self.paths.iter().any(|path| entry_names(entry, path))
+    for overlay in inventory.overlays.iter() {
+        present.insert(match overlay.module {
+            TokenTable::Embed => "model.embed_tokens".to_owned(),
+            TokenTable::LmHead => "lm_head".to_owned(),
+        });
     }
+    if let Some(config) = paths.context.config {
+        for halves in inventory.stacked.values() {
+            let module = stacked::module_of(&halves.path);
+            let declared = stacked::declared(config, module);
+            present.extend(declared.iter().map(|p| format!("{module}.{}", p.name())));
+        }
+    }
+    present
 }
 
 /// A module that the model has on a layer and the config targets has tensors there.
@@ -204,21 +209,17 @@ fn unmatched(context: Context<'_>, message: String, findings: &mut Findings) {
 /// Names of `target_modules` that nothing in the file and no module checked above has.
 fn check_target_names(
     paths: &Paths<'_>,
-    (config, here): (&AdapterConfig, &Present),
+    (config, here): (&AdapterConfig, &BTreeSet<String>),
     findings: &mut Findings,
 ) {
     let Some(TargetModules::List(names)) = config.target_modules() else {
         return;
     };
-    let model = model_modules(paths);
-    for name in names.iter().filter(|name| !here.matches(name)) {
-        if model.iter().any(|path| entry_names(name, path)) {
-            continue;
-        }
-        let routed = routed_modules(paths)
-            .iter()
-            .any(|path| entry_names(name, path));
-        let message = if routed {
+    let (model, routed) = (model_modules(paths), routed_modules(paths));
+    let known = Suffixes::of(here.iter().chain(&model));
+    let routed = Suffixes::of(&routed);
+    for name in names.iter().filter(|name| !known.has(name)) {
+        let message = if routed.has(name) {
             format!(
                 "target_modules names `{name}`, a name of routed experts or of the router, and the file holds nothing for it"
             )
@@ -232,12 +233,11 @@ fn check_target_names(
 /// Entries of `target_parameters` that name nothing.
 fn check_parameter_names(
     paths: &Paths<'_>,
-    (config, here): (&AdapterConfig, &Present),
+    (config, here): (&AdapterConfig, &BTreeSet<String>),
     findings: &mut Findings,
 ) {
     let weights = |path: &String| format!("{path}.weight");
-    let mut known: BTreeSet<String> = here.paths.iter().map(weights).collect();
-    known.extend(here.paths.iter().cloned());
+    let mut known: Vec<String> = here.iter().map(weights).collect();
     for layer in paths.layers() {
         let parameters = [Parameter::GateUp, Parameter::Down];
         let path =
@@ -246,12 +246,12 @@ fn check_parameter_names(
             known.extend(parameters.map(path));
         }
     }
-    for entry in config.target_parameters() {
-        if !known.iter().any(|path| entry_names(entry, path)) {
-            let message =
-                format!("target_parameters names `{entry}`, and the file holds nothing for it");
-            findings.warn(AuditReason::UnmatchedTarget, None, message);
-        }
+    let known = Suffixes::of(here.iter().chain(&known));
+    let entries = config.target_parameters().iter();
+    for entry in entries.filter(|entry| !known.has(entry)) {
+        let message =
+            format!("target_parameters names `{entry}`, and the file holds nothing for it");
+        findings.warn(AuditReason::UnmatchedTarget, None, message);
     }
 }
 
@@ -295,19 +295,15 @@ fn routed_modules(paths: &Paths<'_>) -> Vec<String> {
 }
 
 /// Pattern keys that match nothing, and alpha keys that match together.
-fn check_patterns(config: &AdapterConfig, here: &Present, findings: &mut Findings) {
+fn check_patterns(config: &AdapterConfig, here: &BTreeSet<String>, findings: &mut Findings) {
     let mut rank_used = vec![false; config.rank_pattern().len()];
     let mut alpha_used = vec![false; config.alpha_pattern().len()];
     let mut overlaps: BTreeMap<Vec<usize>, &str> = BTreeMap::new();
-    let weights: Vec<String> = here
-        .paths
-        .iter()
-        .map(|path| format!("{path}.weight"))
-        .collect();
+    let weights: Vec<String> = here.iter().map(|path| format!("{path}.weight")).collect();
     let weights = weights
         .iter()
         .filter(|path| stacked::names_path(config, path));
-    for path in here.paths.iter().chain(weights) {
+    for path in here.iter().chain(weights) {
         for key in config.rank_keys_matching(path) {
             rank_used[key] = true;
         }
