@@ -1,7 +1,10 @@
+//! What a backend is.
+
 use crate::{DeltaParams, GroupParams, KernelError};
 use lora_weights::device::DeviceMemory;
 
-/// An execution queue. [`Stream::OWN`] is the backend's own; an engine passes its `CUstream`.
+/// An execution queue: work enqueued on one stream runs in order. [`Stream::OWN`] is the backend's own; an engine passes its
+/// `CUstream`. The host backend has one queue and runs work at once, whatever the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Stream(u64);
 
@@ -9,7 +12,7 @@ impl Stream {
     /// The backend's own stream.
     pub const OWN: Self = Self(0);
 
-    /// An engine's `CUstream`.
+    /// An engine's `CUstream`, as an integer.
     ///
     /// # Safety
     /// `handle` is a live stream of the backend's context and stays so for every launch it is given to.
@@ -23,25 +26,48 @@ impl Stream {
     }
 }
 
-/// What plans need to know of a device. Queried, never assumed.
+/// What plans need to know of a device. Queried from it, never assumed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceCaps {
-    /// Name.
+    /// The device's own name.
     pub name: String,
     /// Streaming multiprocessors, or threads on the host.
     pub units: u32,
-    /// Largest shared memory of a block, bytes.
+    /// Largest shared memory of a block, bytes; on the host a core's first-level cache, as far as kernels assume one.
     pub shared_bytes: u32,
 }
 
-/// What every backend does. Launches only enqueue: they allocate nothing and never synchronize.
+/// What every backend does. Launches only enqueue: they allocate no device memory and never synchronize.
+///
+/// [`delta`](Self::delta) and [`group_rows`](Self::group_rows) take plain addresses. Launchers make them from typed views and check
+/// them; a backend that can (the host) checks every address again.
 pub trait LoraBackend: DeviceMemory {
     /// The device.
     fn caps(&self) -> &DeviceCaps;
-    /// Groups rows by table entry.
+
+    /// Makes everything ready that a first launch would otherwise load: call it outside graph capture.
+    ///
+    /// # Errors
+    /// What loading gives.
+    fn warm_up(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Groups rows by table entry, by the rule of [`Grouping::of_rows`](crate::Grouping::of_rows).
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations.
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError>;
-    /// Shrink, then expand and fold.
+
+    /// Runs one pass of a delta: shrink, then expand and fold.
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations, or device data that leads outside.
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError>;
+
     /// Blocks until everything enqueued on `stream` is done: for tests and tools, not for serving.
+    ///
+    /// # Errors
+    /// What the enqueued work failed with.
     fn synchronize(&self, stream: Stream) -> Result<(), KernelError>;
 }

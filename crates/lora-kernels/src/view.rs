@@ -1,19 +1,414 @@
-use lora_weights::device::DevicePtr;
+//! Typed views of device memory: BF16 matrices with a row stride, and lists of row numbers.
 
-/// A BF16 matrix that kernels read: `rows x cols`, `row_stride` elements from one row to the next.
+use crate::strided::Strided;
+use crate::{KernelError, Operand};
+use lora_weights::device::DevicePtr;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Bytes of a BF16 element.
+pub(crate) const ELEMENT: u64 = 2;
+
+const MATRIX: Operand = Operand::shared("matrix view");
+
+/// Geometry that [`MatRef`] and [`MatMut`] share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MatRef {
+struct Shape {
     ptr: DevicePtr,
     rows: usize,
     cols: usize,
     row_stride: usize,
 }
 
-/// A BF16 matrix that kernels update in place.
+impl Shape {
+    fn new(
+        ptr: DevicePtr,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> Result<Self, KernelError> {
+        if cols > row_stride {
+            return Err(KernelError::StrideTooSmall {
+                operand: MATRIX,
+                stride: row_stride as u64,
+                cols: cols as u64,
+            });
+        }
+        let shape = Self {
+            ptr,
+            rows,
+            cols,
+            row_stride,
+        };
+        if rows > 0 && cols > 0 {
+            KernelError::check_ptr(MATRIX, ptr, ELEMENT)?;
+            let end = shape.extent().saturating_add(ptr.0.into());
+            let available = u128::from(u64::MAX);
+            if end > available {
+                return Err(KernelError::ViewOutside {
+                    operand: MATRIX,
+                    end,
+                    available,
+                });
+            }
+        }
+        Ok(shape)
+    }
+
+    /// Bytes from the first element to one past the last.
+    fn extent(&self) -> u128 {
+        if self.rows == 0 || self.cols == 0 {
+            return 0;
+        }
+        let elements = (self.rows as u128 - 1) * self.row_stride as u128 + self.cols as u128;
+        elements.saturating_mul(u128::from(ELEMENT))
+    }
+
+    fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Result<Self, KernelError> {
+        for (quantity, range, size) in [("rows", &rows, self.rows), ("columns", &cols, self.cols)] {
+            if range.start > range.end || range.end > size {
+                return Err(KernelError::OutOfRange {
+                    operand: MATRIX,
+                    quantity,
+                    value: range.end as u64,
+                    min: range.start as u64,
+                    max: size as u64,
+                });
+            }
+        }
+        // In range of a view whose extent was checked, so neither product nor sum overflows; an empty part keeps the address.
+        let ptr = if rows.is_empty() || cols.is_empty() {
+            self.ptr
+        } else {
+            let elements = (rows.start * self.row_stride + cols.start) as u64;
+            self.ptr.offset(elements * ELEMENT)
+        };
+        Ok(Self {
+            ptr,
+            rows: rows.len(),
+            cols: cols.len(),
+            row_stride: self.row_stride,
+        })
+    }
+
+    fn strided(&self) -> Strided {
+        Strided {
+            base: self.ptr.0,
+            rows: self.rows as u64,
+            width: self.cols as u64 * ELEMENT,
+            stride: self.row_stride as u64 * ELEMENT,
+        }
+    }
+}
+
+/// A BF16 matrix that kernels read: `rows x cols`, row-major, `row_stride` elements from one row to the next. Zero rows are legal.
+///
+/// `'a` is the borrow of the memory's owner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MatRef<'a> {
+    shape: Shape,
+    owner: PhantomData<&'a [u8]>,
+}
+
+/// A BF16 matrix that kernels update in place; like [`MatRef`], but the only view of its elements. That is what keeps two sites
+/// of one launch from writing the same output: it cannot be copied, and [`split_cols`](Self::split_cols) gives disjoint parts.
 #[derive(Debug, PartialEq, Eq)]
-pub struct MatMut {
-    ptr: DevicePtr,
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
+pub struct MatMut<'a> {
+    shape: Shape,
+    owner: PhantomData<&'a mut [u8]>,
+}
+
+macro_rules! geometry {
+    () => {
+        /// Address of the first element.
+        pub fn ptr(&self) -> DevicePtr {
+            self.shape.ptr
+        }
+
+        /// Rows.
+        pub fn rows(&self) -> usize {
+            self.shape.rows
+        }
+
+        /// Columns.
+        pub fn cols(&self) -> usize {
+            self.shape.cols
+        }
+
+        /// Elements from one row to the next.
+        pub fn row_stride(&self) -> usize {
+            self.shape.row_stride
+        }
+
+        pub(crate) fn strided(&self) -> Strided {
+            self.shape.strided()
+        }
+    };
+}
+
+impl<'a> MatRef<'a> {
+    geometry!();
+
+    /// A view of memory that an engine owns.
+    ///
+    /// # Errors
+    /// [`KernelError::StrideTooSmall`], [`KernelError::Null`] or [`KernelError::Misaligned`] (2 bytes) where the view has elements, and
+    /// [`KernelError::ViewOutside`] if it leaves the address space.
+    ///
+    /// # Safety
+    /// The elements are BF16 in memory of the backend that the view is used with; they stay allocated, and nothing writes them, while a launch
+    /// that got the view may run.
+    pub unsafe fn from_raw(
+        ptr: DevicePtr,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> Result<Self, KernelError> {
+        Shape::new(ptr, rows, cols, row_stride).map(Self::of)
+    }
+
+    /// The part of `rows` and all columns.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if the range leaves the view.
+    pub fn row_range(&self, rows: Range<usize>) -> Result<Self, KernelError> {
+        self.shape.part(rows, 0..self.cols()).map(Self::of)
+    }
+
+    /// The part of all rows and `cols`.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if the range leaves the view.
+    pub fn col_range(&self, cols: Range<usize>) -> Result<Self, KernelError> {
+        self.shape.part(0..self.rows(), cols).map(Self::of)
+    }
+
+    /// Whether the two views share an element. Exact for equal strides; views of different strides whose extents meet count as overlapping.
+    pub fn overlaps(&self, out: &MatMut<'_>) -> bool {
+        self.strided().overlaps(&out.strided())
+    }
+
+    fn of(shape: Shape) -> Self {
+        Self {
+            shape,
+            owner: PhantomData,
+        }
+    }
+}
+
+impl<'a> MatMut<'a> {
+    geometry!();
+
+    /// A view of memory that an engine owns.
+    ///
+    /// # Errors
+    /// As [`MatRef::from_raw`].
+    ///
+    /// # Safety
+    /// As [`MatRef::from_raw`], and for the whole of `'a` nothing else reads or writes the elements but work ordered before or after
+    /// the launches that get the view.
+    pub unsafe fn from_raw(
+        ptr: DevicePtr,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> Result<Self, KernelError> {
+        Shape::new(ptr, rows, cols, row_stride).map(Self::of)
+    }
+
+    /// The same view for a shorter time.
+    pub fn reborrow(&mut self) -> MatMut<'_> {
+        MatMut::of(self.shape)
+    }
+
+    /// The same view, to read.
+    pub fn as_ref(&self) -> MatRef<'_> {
+        MatRef::of(self.shape)
+    }
+
+    /// The part of `rows` and all columns.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if the range leaves the view.
+    pub fn row_range(self, rows: Range<usize>) -> Result<Self, KernelError> {
+        let cols = self.cols();
+        self.shape.part(rows, 0..cols).map(Self::of)
+    }
+
+    /// The part of all rows and `cols`.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if the range leaves the view.
+    pub fn col_range(self, cols: Range<usize>) -> Result<Self, KernelError> {
+        let rows = self.rows();
+        self.shape.part(0..rows, cols).map(Self::of)
+    }
+
+    /// Disjoint parts of consecutive columns, `widths` wide: how `[Q|K|V]` rows become three outputs. Columns past the last part are
+    /// in none.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if the widths add up to more than the view's columns.
+    pub fn split_cols<const N: usize>(
+        self,
+        widths: [usize; N],
+    ) -> Result<[MatMut<'a>; N], KernelError> {
+        let mut end = 0_usize;
+        let mut parts = [self.shape; N];
+        for (part, width) in parts.iter_mut().zip(widths) {
+            let start = end;
+            end = start.saturating_add(width);
+            *part = self.shape.part(0..self.rows(), start..end)?;
+        }
+        Ok(parts.map(Self::of))
+    }
+
+    fn of(shape: Shape) -> Self {
+        Self {
+            shape,
+            owner: PhantomData,
+        }
+    }
+}
+
+macro_rules! index_list {
+    ($(#[$doc:meta])* $name:ident of $element:ty) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub struct $name<'a> {
+            ptr: DevicePtr,
+            len: usize,
+            owner: PhantomData<&'a [u8]>,
+        }
+
+        impl<'a> $name<'a> {
+            /// A view of memory that an engine owns.
+            ///
+            /// # Errors
+            /// [`KernelError::Null`] or [`KernelError::Misaligned`] (4 bytes) where the list is not empty.
+            ///
+            /// # Safety
+            /// The elements are in memory of the backend that the view is used with; they stay allocated, and nothing writes them, while a
+            /// launch that got the view may run.
+            pub unsafe fn from_raw(ptr: DevicePtr, len: usize) -> Result<Self, KernelError> {
+                if len > 0 {
+                    let operand = Operand::shared(stringify!($name));
+                    KernelError::check_ptr(operand, ptr, size_of::<$element>() as u64)?;
+                }
+                Ok(Self {
+                    ptr,
+                    len,
+                    owner: PhantomData,
+                })
+            }
+
+            /// Address of the first element.
+            pub fn ptr(&self) -> DevicePtr {
+                self.ptr
+            }
+
+            /// Elements.
+            pub fn len(&self) -> usize {
+                self.len
+            }
+
+            /// Whether there are none.
+            pub fn is_empty(&self) -> bool {
+                self.len == 0
+            }
+        }
+    };
+}
+
+index_list! {
+    /// Which table entry each row of a batch takes: `i32`, negative for none. An engine's `seq_slot` buffer.
+    RowSlots of i32
+}
+
+index_list! {
+    /// Which row of x each row of out reads: `u32`.
+    RowIndices of u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mat(
+        ptr: u64,
+        rows: usize,
+        cols: usize,
+        stride: usize,
+    ) -> Result<MatMut<'static>, KernelError> {
+        // SAFETY: no launch gets the view.
+        unsafe { MatMut::from_raw(DevicePtr(ptr), rows, cols, stride) }
+    }
+
+    #[test]
+    fn an_interleaved_row_splits_into_disjoint_outputs() {
+        let qkv = mat(0x1000, 4, 96, 100).unwrap();
+        let whole = qkv.strided();
+        let [q, k, v] = qkv.split_cols([64, 16, 16]).unwrap();
+        assert_eq!((q.ptr().0, q.cols(), q.row_stride()), (0x1000, 64, 100));
+        assert_eq!((k.ptr().0, k.cols(), k.rows()), (0x1000 + 128, 16, 4));
+        assert_eq!(v.ptr().0, 0x1000 + 160);
+        for (a, b) in [(&q, &k), (&k, &v), (&q, &v)] {
+            assert!(!a.as_ref().overlaps(b));
+            assert!(a.strided().overlaps(&whole));
+        }
+    }
+
+    #[test]
+    fn splitting_past_the_last_column_is_refused() {
+        let error = mat(0x1000, 4, 96, 96)
+            .unwrap()
+            .split_cols([64, 64])
+            .unwrap_err();
+        assert!(matches!(
+            error,
+            KernelError::OutOfRange {
+                quantity: "columns",
+                value: 128,
+                max: 96,
+                ..
+            }
+        ));
+        assert!(
+            mat(0x1000, 4, 96, 96)
+                .unwrap()
+                .split_cols([1, usize::MAX])
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn parts_address_their_first_element() {
+        let part = mat(0x1000, 8, 32, 40).unwrap().row_range(3..5).unwrap();
+        assert_eq!((part.ptr().0, part.rows()), (0x1000 + 3 * 80, 2));
+        let part = part.col_range(8..32).unwrap();
+        assert_eq!((part.ptr().0, part.cols()), (0x1000 + 3 * 80 + 16, 24));
+    }
+
+    #[test]
+    fn impossible_views_are_refused() {
+        assert!(matches!(
+            mat(0x1000, 2, 8, 7),
+            Err(KernelError::StrideTooSmall { .. })
+        ));
+        assert!(matches!(
+            mat(0x1001, 2, 8, 8),
+            Err(KernelError::Misaligned { .. })
+        ));
+        assert!(matches!(mat(0, 2, 8, 8), Err(KernelError::Null { .. })));
+        assert!(matches!(
+            mat(0x1000, usize::MAX, 8, usize::MAX),
+            Err(KernelError::ViewOutside { .. })
+        ));
+    }
+
+    #[test]
+    fn a_view_of_no_rows_needs_no_memory() {
+        let view = mat(0, 0, 8, 8).unwrap();
+        assert_eq!((view.rows(), view.cols()), (0, 8));
+    }
 }

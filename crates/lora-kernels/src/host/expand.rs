@@ -1,0 +1,143 @@
+//! The second half of a delta: rank vectors times B, folded into out.
+//!
+//! A block of 64 rows of B is widened and transposed once for all rows of a tile, so that a vector holds sixteen neighbouring outputs and each output
+//! is summed over the rank in ascending order by fused multiply-add. Stopping at the true rank gives the bits of the padded rank: the
+//! sum starts at +0 and a zero product never changes it.
+
+use super::simd::{LANES, Simd};
+use super::workspace::{Columns, EXPAND_COLS};
+use half::bf16;
+use std::array::from_fn;
+
+/// Sums the partials of a row over k blocks, in order, and rounds to BF16.
+///
+/// `blocks` are the row's partials of each k block, as long as `xa`.
+#[inline(always)]
+pub(super) fn rank_vector<'a, S: Simd>(
+    simd: S,
+    mut blocks: impl Iterator<Item = &'a [f32]>,
+    xa: &mut [f32],
+) {
+    let Some(first) = blocks.next() else {
+        return;
+    };
+    xa.copy_from_slice(first);
+    for block in blocks {
+        for (sum, partial) in xa.iter_mut().zip(block) {
+            *sum += partial;
+        }
+    }
+    let (vectors, rest) = xa.as_chunks_mut::<LANES>();
+    for values in vectors {
+        *values = simd.store(simd.round(simd.load(values)));
+    }
+    if !rest.is_empty() {
+        let mut values = [0.0; LANES];
+        values[..rest.len()].copy_from_slice(rest);
+        let rounded = simd.store(simd.round(simd.load(&values)));
+        rest.copy_from_slice(&rounded[..rest.len()]);
+    }
+}
+
+/// Widens and transposes `rows` rows of B (at most 64, `stride` elements apart) into the first `rank` rows of `block`; missing rows give zeros.
+#[inline(always)]
+pub(super) fn transpose_block<S: Simd>(
+    simd: S,
+    (b, stride): (&[bf16], usize),
+    rows: usize,
+    rank: usize,
+    block: &mut [Columns],
+) {
+    const NONE: [bf16; LANES] = [bf16::ZERO; LANES];
+    for v in 0..EXPAND_COLS / LANES {
+        for (granule, ranks) in block[..rank].chunks_mut(LANES).enumerate() {
+            // Padded ranks are multiples of sixteen, so a granule's columns are all there.
+            let row_of = |n: usize| -> &[bf16; LANES] {
+                let n = v * LANES + n;
+                if n >= rows {
+                    return &NONE;
+                }
+                match b[n * stride + granule * LANES..].first_chunk() {
+                    Some(values) => values,
+                    None => &NONE,
+                }
+            };
+            let columns = simd.transpose(from_fn(row_of));
+            for (r, columns_of_rank) in ranks.iter_mut().enumerate() {
+                columns_of_rank[v] = simd.store(columns[r]);
+            }
+        }
+    }
+}
+
+/// A block of an adapter's B and the scale it is folded with.
+#[derive(Clone, Copy)]
+pub(super) struct BlockOfB<'a> {
+    /// `[rank]`.
+    pub(super) columns: &'a [Columns],
+    pub(super) scale: f32,
+}
+
+/// Adds the delta of `M` rows to their parts of out, at most 64 columns each; `xa` are their rank vectors, as long as `b.columns`.
+#[inline(always)]
+pub(super) fn fold_rows<S: Simd, const M: usize>(
+    simd: S,
+    xa: [&[f32]; M],
+    b: BlockOfB<'_>,
+    mut out: [&mut [bf16]; M],
+) {
+    if M == 1 || S::WIDE {
+        fold_columns::<S, M, 4>(simd, xa, b, 0, &mut out);
+    } else {
+        for v in 0..EXPAND_COLS / LANES {
+            fold_columns::<S, M, 1>(simd, xa, b, v, &mut out);
+        }
+    }
+}
+
+/// The same for `NV` vectors of columns from vector `first` on.
+#[inline(always)]
+fn fold_columns<S: Simd, const M: usize, const NV: usize>(
+    simd: S,
+    xa: [&[f32]; M],
+    b: BlockOfB<'_>,
+    first: usize,
+    out: &mut [&mut [bf16]; M],
+) {
+    let xa: [&[f32]; M] = from_fn(|m| &xa[m][..b.columns.len()]);
+    let mut sums = [[simd.splat(0.0); NV]; M];
+    for (r, columns) in b.columns.iter().enumerate() {
+        let mut of_b = [simd.splat(0.0); NV];
+        for v in 0..NV {
+            of_b[v] = simd.load(&columns[first + v]);
+        }
+        for m in 0..M {
+            let value = simd.splat(xa[m][r]);
+            for v in 0..NV {
+                sums[m][v] = simd.fma(value, of_b[v], sums[m][v]);
+            }
+        }
+    }
+    let scale = simd.splat(b.scale);
+    for m in 0..M {
+        for (v, sum) in sums[m].into_iter().enumerate() {
+            let start = ((first + v) * LANES).min(out[m].len());
+            fold(simd, scale, sum, &mut out[m][start..]);
+        }
+    }
+}
+
+/// `out = bf16(out + scale * bf16(sum))` for the first sixteen elements, or as many as there are.
+#[inline(always)]
+fn fold<S: Simd>(simd: S, scale: S::V, sum: S::V, out: &mut [bf16]) {
+    let delta = simd.round(sum);
+    if let Some(whole) = out.first_chunk_mut::<LANES>() {
+        let folded = simd.fma(scale, delta, simd.widen(whole));
+        *whole = simd.narrow(simd.round(folded));
+    } else if !out.is_empty() {
+        let mut base = [bf16::ZERO; LANES];
+        base[..out.len()].copy_from_slice(out);
+        let folded = simd.fma(scale, delta, simd.widen(&base));
+        out.copy_from_slice(&simd.narrow(simd.round(folded))[..out.len()]);
+    }
+}

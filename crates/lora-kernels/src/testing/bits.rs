@@ -1,0 +1,228 @@
+//! Bodies that compare a backend with itself, bit for bit: what makes a row's result depend on nothing but the row.
+
+use super::batch::same_bits;
+use super::correctness::Routing;
+use super::{Batch, BatchShape, DeviceBatch, Fill, Rng, SiteShape, TestBackend, Via};
+use crate::{
+    Applied, DeviceBuffer, Grouping, LaunchOptions, RoutedX, RowGroups, RowGroupsSpec, ScratchSpec,
+    Stream,
+};
+use half::bf16;
+use lora_weights::device::DeviceMemory;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+/// Sizes off every boundary: a k tail, two k blocks and a bit, odd widths, gaps.
+fn mixed_shape(seed: u64) -> BatchShape {
+    let site = |n_out, gap| SiteShape {
+        n_out,
+        gap,
+        max_rank: 24,
+    };
+    BatchShape {
+        seed,
+        fill: Fill::Signed,
+        k_in: 2100,
+        x_gap: 4,
+        slots: 5,
+        ranks: vec![24, 7, 16],
+        sites: vec![site(200, 0), site(71, 9)],
+    }
+}
+
+fn assert_same(what: &str, batch: &Batch, a: &[Vec<bf16>], b: &[Vec<bf16>]) {
+    for (site, (a, b)) in a.iter().zip(b).enumerate() {
+        for row in 0..batch.rows() {
+            let rows = (batch.row_of(site, a, row), batch.row_of(site, b, row));
+            assert!(
+                same_bits(rows.0, rows.1),
+                "{what}: site {site}, row {row} differs"
+            );
+        }
+    }
+}
+
+fn options(gemv_max_m: u32) -> LaunchOptions {
+    LaunchOptions {
+        gemv_max_m,
+        ..LaunchOptions::default()
+    }
+}
+
+/// Each row alone, and at other positions among other rows.
+pub fn a_row_alone_equals_itself_in_a_batch(backend: &TestBackend) {
+    let mut rng = Rng::new(1);
+    let slots = Routing::Anywhere.row_slots(&mut rng, 133, 5);
+    let batch = Batch::random(&mixed_shape(1), &slots);
+    let whole = batch.run(backend, Via::Routed, options(48));
+    let reversed: Vec<usize> = (0..133).rev().collect();
+    let odd: Vec<usize> = (1..133).step_by(2).collect();
+    let alone = (0..133).step_by(11).map(|row| vec![row]);
+    for rows in alone.chain([reversed, odd, vec![3, 3 + 64, 3, 5]]) {
+        let part = batch.select(&rows);
+        let outs = part.run(backend, Via::Routed, options(48));
+        for (site, (out, whole)) in outs.iter().zip(&whole).enumerate() {
+            for (at, &row) in rows.iter().enumerate() {
+                let same = same_bits(part.row_of(site, out, at), batch.row_of(site, whole, row));
+                assert!(
+                    same,
+                    "site {site}: row {row} differs as row {at} of {}",
+                    rows.len()
+                );
+            }
+        }
+    }
+}
+
+/// One adapter for all rows, as a pair and through tables.
+pub fn pair_equals_routed(backend: &TestBackend) {
+    for rows in [1, 8, 21, 100] {
+        let batch = Batch::random(&mixed_shape(2), &vec![0; rows]);
+        let pair = batch.run(backend, Via::Pair, options(48));
+        let routed = batch.run(backend, Via::Routed, options(48));
+        let by_host = batch.run(backend, Via::RoutedByHost, options(48));
+        assert_same("pair and routed", &batch, &pair, &routed);
+        assert_same("grouped on device and host", &batch, &routed, &by_host);
+    }
+}
+
+/// The same rows through small and large tiles.
+pub fn small_tiles_equal_large_tiles(backend: &TestBackend) {
+    let mut rng = Rng::new(3);
+    for (rows, routing) in [
+        (1, Routing::Same),
+        (100, Routing::Skewed),
+        (130, Routing::Same),
+    ] {
+        let slots = routing.row_slots(&mut rng, rows, 5);
+        let batch = Batch::random(&mixed_shape(3), &slots);
+        for via in [Via::Pair, Via::Routed] {
+            let small = batch.run(backend, via, options(u32::MAX));
+            let large = batch.run(backend, via, options(0));
+            assert_same("small and large tiles", &batch, &small, &large);
+        }
+    }
+}
+
+/// A rank of 7 or 24 said to be the padded 32: the padding adds nothing.
+pub fn padded_rank_equals_true_rank(backend: &TestBackend) {
+    let mut rng = Rng::new(4);
+    let slots = Routing::Skewed.row_slots(&mut rng, 60, 5);
+    let batch = Batch::random(&mixed_shape(4), &slots);
+    let mut padded = batch.clone();
+    for adapter in padded.adapters.iter_mut().flatten().flatten() {
+        *adapter = adapter.at_padded_rank();
+    }
+    for via in [Via::Pair, Via::Routed] {
+        let true_rank = batch.run(backend, via, options(8));
+        let at_padding = padded.run(backend, via, options(8));
+        assert_same("padded and true rank", &batch, &true_rank, &at_padding);
+    }
+}
+
+/// The first and the `runs`-th run.
+pub fn every_run_is_the_same(backend: &TestBackend, runs: usize) {
+    let mut rng = Rng::new(5);
+    let slots = Routing::Skewed.row_slots(&mut rng, 90, 5);
+    let batch = Batch::random(&mixed_shape(5), &slots);
+    let mut device = DeviceBatch::new(backend, &batch, Via::Routed, options(48));
+    let mut run = || {
+        device.reset();
+        device.group(Stream::OWN);
+        assert_eq!(
+            device.launch(Stream::OWN),
+            Applied::Launched { launches: 1 }
+        );
+        device.outs()
+    };
+    let first = run();
+    for count in 1..runs {
+        assert_same(&format!("runs 0 and {count}"), &batch, &first, &run());
+    }
+}
+
+/// Scratch for all rows at once, and for so few that it takes many passes.
+pub fn passes_do_not_change_bits(backend: &TestBackend) {
+    let mut rng = Rng::new(6);
+    for (via, routing) in [(Via::Pair, Routing::Same), (Via::Routed, Routing::Skewed)] {
+        let slots = routing.row_slots(&mut rng, 700, 5);
+        let batch = Batch::random(&mixed_shape(6), &slots);
+        let whole = batch.run(backend, via, options(48));
+        let spec = ScratchSpec {
+            max_rows: 70,
+            max_rank: 24,
+            max_sites: 2,
+            max_k_in: 2100,
+        };
+        let mut device = DeviceBatch::with_scratch(backend, &batch, via, (options(48), spec));
+        device.group(Stream::OWN);
+        let applied = device.launch(Stream::OWN);
+        let Applied::Launched { launches } = applied else {
+            panic!("{applied:?}");
+        };
+        assert!(launches > 5, "{launches} passes");
+        assert_same("one pass and many", &batch, &whole, &device.outs());
+    }
+}
+
+/// Device and host give the same tiles and permutation, for every routing shape.
+pub fn groupings_agree_with_the_rule(backend: &TestBackend) {
+    let mut rng = Rng::new(7);
+    let memory = || Arc::clone(backend) as Arc<dyn DeviceMemory>;
+    for rows in [1, 7, 8, 9, 48, 49, 64, 65, 500, 5000] {
+        for (entries, small_max) in [(1, 48), (3, 0), (64, 48), (512, u32::MAX), (70_000, 48)] {
+            for routing in Routing::ALL {
+                let slots = routing.row_slots(&mut rng, rows, entries);
+                let spec = RowGroupsSpec {
+                    max_rows: 5000,
+                    entries,
+                    small_max,
+                };
+                let mut groups = RowGroups::new(memory(), spec).expect("groups");
+                let buffer = DeviceBuffer::from_slice(memory(), &slots).expect("upload");
+                let view = buffer.row_slots(rows).expect("slots");
+                groups.build(&**backend, Stream::OWN, view).expect("build");
+                backend.synchronize(Stream::OWN).expect("synchronize");
+                let built = groups.download().expect("download");
+                let rule = Grouping::of_rows(&slots, entries, small_max);
+                assert!(
+                    built == rule,
+                    "{rows} rows, {entries} entries, {small_max}, {routing:?}"
+                );
+            }
+        }
+    }
+}
+
+/// x read by several rows of out, by division and by list, equals x written out row by row.
+pub fn shared_x_rows_equal_copied_ones(backend: &TestBackend) {
+    let memory = || Arc::clone(backend) as Arc<dyn DeviceMemory>;
+    let (tokens, repeat) = (9_usize, 4_usize);
+    let rows = tokens * repeat;
+    let slots: Vec<i32> = (0..rows).map(|row| (row as i32 * 7) % 6 - 1).collect();
+    let mut shape = mixed_shape(8);
+    shape.sites.truncate(1);
+    let mut batch = Batch::random(&shape, &slots);
+    let stride = batch.x_stride();
+    let compact = batch.x[..tokens * stride].to_vec();
+    for row in 0..rows {
+        let token = &compact[row / repeat * stride..][..stride];
+        batch.x[row * stride..][..stride].copy_from_slice(token);
+    }
+    let copied = batch.run(backend, Via::Routed, options(48));
+
+    let x = DeviceBuffer::from_slice(memory(), &compact).expect("upload");
+    let x = x.mat(tokens, shape.k_in as usize, stride).expect("x");
+    let list: Vec<u32> = (0..rows).map(|row| (row / repeat) as u32).collect();
+    let list = DeviceBuffer::from_slice(memory(), &list).expect("upload");
+    let by = NonZeroU32::new(repeat as u32).expect("not zero");
+    let list = list.row_indices(rows).expect("list");
+    let mut device = DeviceBatch::new(backend, &batch, Via::Routed, options(48));
+    device.group(Stream::OWN);
+    for routed in [RoutedX::repeated(x, by), RoutedX::gathered(x, list)] {
+        device.reset();
+        let applied = device.launch_with(Stream::OWN, routed);
+        assert_eq!(applied, Applied::Launched { launches: 1 });
+        assert_same("copied and shared x", &batch, &copied, &device.outs());
+    }
+}
