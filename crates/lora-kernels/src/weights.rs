@@ -21,6 +21,21 @@ impl LoraSite {
     pub fn is_empty(&self) -> bool {
         self.pair.is_none() && self.route.is_none()
     }
+
+    /// The delta of this projection alone; x is `[rows, k_in]`. Nothing installed for `rows` gives [`Applied::Empty`].
+    ///
+    /// # Errors
+    /// As [`apply_lora_delta`] and [`apply_lora_bgmv`].
+    pub fn apply(
+        &self,
+        ctx: &mut LaunchContext<'_>,
+        kind: SiteKind,
+        rows: LoraRows<'_>,
+        x: MatRef<'_>,
+        out: MatMut<'_>,
+    ) -> Result<Applied, KernelError> {
+        apply_installed(ctx, kind, (rows, x), [(*self, out)])
+    }
 }
 
 /// Which adapter each row of a batch takes.

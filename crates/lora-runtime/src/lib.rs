@@ -1,3 +1,36 @@
-//! lora-runtime
-
+//! Runtime LoRA for LLM inference engines: PEFT adapter folders in, every row of a batch through its own adapter.
+//!
+//! [`LoraRuntime`] is the object an engine holds; [`LayerLora`] and its parts are what it installs on its layers. The
+//! crates below are re-exported whole, so that an engine depends on this one alone.
+//!
+#![doc = include_str!("../../../README.md")]
 #![forbid(unsafe_code)]
+
+mod adapter;
+mod backend;
+mod batch;
+mod error;
+mod layers;
+mod metrics;
+mod options;
+mod runtime;
+mod sites;
+
+pub use adapter::Adapter;
+pub use backend::open_backend;
+pub use batch::RoutedBatch;
+pub use error::{FfnBlock, InstallError, RuntimeError};
+pub use layers::{
+    AllReduced, AttentionLayer, FfnInstalled, FfnLora, LayerLora, LinearAttentionLayer,
+    LoraMoeWeights,
+};
+pub use metrics::Metrics;
+pub use options::{RuntimeOptions, launch_options, load_policy, module_set, whole_adapter_units};
+pub use runtime::{LoraRuntime, ResidentReport, RuntimeReport, plan_scratch};
+pub use sites::ModuleOut;
+
+pub use lora_config as config;
+pub use lora_kernels as kernels;
+pub use lora_moe as moe;
+pub use lora_overlay as overlay;
+pub use lora_weights as weights;

@@ -1,0 +1,130 @@
+//! Why the runtime refused or failed. Errors of the crates below are kept whole.
+
+use lora_config::{ConfigError, FfnKind};
+use lora_kernels::KernelError;
+use lora_weights::{LoraModule, StoreError, WeightsError};
+
+/// Why the runtime refused or failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuntimeError {
+    /// Settings that cannot be.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// An adapter's files could not be opened.
+    #[error("adapter `{adapter}`: {source}")]
+    Store {
+        /// Name that the adapter was to be loaded under.
+        adapter: String,
+        /// What is wrong, with the file's name.
+        source: Box<StoreError>,
+    },
+    /// An adapter's config is refused.
+    #[error("adapter `{adapter}`: {source}")]
+    AdapterConfig {
+        /// Name that the adapter was to be loaded under.
+        adapter: String,
+        /// Every refused field.
+        source: ConfigError,
+    },
+    /// Slots, pool or audit refused.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// A launch was refused.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// Deltas were to be installed on a layer that has no place for them.
+    #[error(transparent)]
+    Install(#[from] InstallError),
+    /// The layer does not have the module.
+    #[error("layer {layer} has no {}: the model has {layers} layers, and each has the modules of its kind", module.peft_name())]
+    NoSuchSite {
+        /// Global layer index.
+        layer: usize,
+        /// The module asked for.
+        module: LoraModule,
+        /// Layers of the model.
+        layers: usize,
+    },
+    /// More sites than one launch takes.
+    #[error("{sites} sites in one launch, {most} at most: split them")]
+    TooManySites {
+        /// Sites asked for.
+        sites: usize,
+        /// Most sites of a launch.
+        most: usize,
+    },
+}
+
+/// Deltas and layer do not fit each other. Nothing was installed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InstallError {
+    /// Dense FFN deltas for a block that is not dense.
+    #[error(
+        "dense FFN deltas cannot be installed on layer {layer}, whose feed-forward block is {found}"
+    )]
+    DenseFfn {
+        /// Global layer index.
+        layer: usize,
+        /// What the block is.
+        found: FfnBlock,
+    },
+    /// Expert or router deltas for a block that is not MoE.
+    #[error(
+        "router and expert deltas cannot be installed on layer {layer}, whose feed-forward block is {found}"
+    )]
+    MoeFfn {
+        /// Global layer index.
+        layer: usize,
+        /// What the block is.
+        found: FfnBlock,
+    },
+    /// GDN output deltas for a layer with softmax attention.
+    #[error(
+        "linear-attention output deltas cannot be installed on layer {layer}, which has softmax attention"
+    )]
+    OutProj {
+        /// Global layer index.
+        layer: usize,
+    },
+    /// Deltas of another layer.
+    #[error("deltas of layer {found} cannot be installed on layer {layer}")]
+    WrongLayer {
+        /// The layer installed on.
+        layer: usize,
+        /// The layer that the deltas are for.
+        found: usize,
+    },
+}
+
+/// A feed-forward block, by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FfnBlock {
+    /// gate, up and down.
+    Dense,
+    /// Mixture of experts.
+    Moe,
+    /// There is none.
+    Absent,
+}
+
+impl From<FfnKind> for FfnBlock {
+    fn from(kind: FfnKind) -> Self {
+        match kind {
+            FfnKind::Dense { .. } => Self::Dense,
+            FfnKind::Moe => Self::Moe,
+            FfnKind::Absent => Self::Absent,
+        }
+    }
+}
+
+impl std::fmt::Display for FfnBlock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Dense => "dense",
+            Self::Moe => "a mixture of experts",
+            Self::Absent => "absent",
+        })
+    }
+}

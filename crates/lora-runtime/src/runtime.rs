@@ -1,0 +1,411 @@
+//! The object that an engine holds.
+
+use crate::metrics::Counters;
+use crate::{Adapter, Metrics, RoutedBatch, RuntimeError, RuntimeOptions, open_backend};
+use half::bf16;
+use lora_config::{BackendKind, ModelSpec, ParseOptions, RuntimeConfig};
+use lora_kernels::{
+    DeviceBuffer, LaunchContext, LoraBackend, LoraKernels, RowSlots, Scratch, ScratchSpec, Stream,
+};
+use lora_weights::device::DeviceMemory;
+use lora_weights::{
+    AdapterSlot, AuditReport, LoraWeights, PoolBytes, PoolSpec, SlotLease, SlotTarget, Unloaded,
+    WeightsError, select_victim_slot,
+};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Runtime LoRA for one model on one device: adapters in slots, and launches that add their deltas.
+///
+/// It may be used from several threads. Routing and launches of other slots never wait for a load, a promotion or a
+/// swap.
+///
+/// Life of an adapter: [`load`](Self::load) fills slots at startup, [`promote`](Self::promote) brings one into a cache
+/// slot, [`swap`](Self::swap) replaces the contents of a slot, [`rotate`](Self::rotate) makes another slot active,
+/// [`unload`](Self::unload) empties one. A request holds its adapter by a [`lease`](Self::lease).
+///
+/// A step: [`route`](Self::route) once, then [`apply`](Self::apply) at each projection.
+#[derive(Debug)]
+pub struct LoraRuntime {
+    kernels: LoraKernels,
+    weights: LoraWeights,
+    parse: ParseOptions,
+    counters: Counters,
+}
+
+impl LoraRuntime {
+    /// Allocates the pool of `model` on `backend`, all slots placeholders.
+    ///
+    /// # Errors
+    /// As [`LoraWeights::new`].
+    pub fn new(
+        backend: Arc<dyn LoraBackend>,
+        model: ModelSpec,
+        options: RuntimeOptions,
+    ) -> Result<Self, RuntimeError> {
+        let _span = tracing::info_span!("lora_build", max_loras = options.pool.max_loras).entered();
+        let memory = Arc::clone(&backend) as Arc<_>;
+        Ok(Self {
+            weights: LoraWeights::new(memory, model, options.pool)?,
+            kernels: LoraKernels::new(backend, options.launch),
+            parse: options.parse,
+            counters: Counters::default(),
+        })
+    }
+
+    /// [`new`](Self::new) on a backend of this kind.
+    ///
+    /// # Errors
+    /// As [`open_backend`] and [`new`](Self::new).
+    pub fn open(
+        kind: BackendKind,
+        model: ModelSpec,
+        options: RuntimeOptions,
+    ) -> Result<Self, RuntimeError> {
+        Self::new(open_backend(kind)?, model, options)
+    }
+
+    /// A runtime as a [`RuntimeConfig`] describes it (`lora.toml`, environment and code), startup adapters loaded.
+    ///
+    /// # Errors
+    /// As [`RuntimeOptions::from_config`], [`open`](Self::open), [`adapter`](Self::adapter) and [`load`](Self::load).
+    pub fn from_config(config: &RuntimeConfig, model: ModelSpec) -> Result<Self, RuntimeError> {
+        let options = RuntimeOptions::from_config(config, &model)?;
+        let runtime = Self::open(config.backend, model, options)?;
+        let mut adapters = Vec::with_capacity(config.adapters.len());
+        for entry in &config.adapters {
+            let adapter = runtime.adapter(entry.name.as_str(), &entry.path)?;
+            adapters.push(if entry.pinned {
+                adapter
+            } else {
+                adapter.unpinned()
+            });
+        }
+        if !adapters.is_empty() {
+            runtime.load(&adapters)?;
+        }
+        Ok(runtime)
+    }
+
+    /// The pool: slots, pairs, routes, leases, everything that does not launch.
+    pub fn weights(&self) -> &LoraWeights {
+        &self.weights
+    }
+
+    /// Backend and launch options.
+    pub fn kernels(&self) -> &LoraKernels {
+        &self.kernels
+    }
+
+    /// The model that the pool is laid out for.
+    pub fn model(&self) -> &ModelSpec {
+        self.weights.model()
+    }
+
+    /// Opens an adapter folder under this runtime's parse options. Nothing is loaded yet.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`].
+    pub fn adapter(&self, name: impl Into<String>, dir: &Path) -> Result<Adapter, RuntimeError> {
+        Adapter::open(name, dir, &self.parse)
+    }
+
+    /// Everything there is to say of an adapter for this pool. Touches no device.
+    pub fn audit(&self, adapter: &Adapter) -> AuditReport {
+        self.weights.audit(&adapter.input())
+    }
+
+    /// Fills slots `0..n` at startup; slot 0 is active.
+    ///
+    /// # Errors
+    /// As [`LoraWeights::load`]: no slot is filled then.
+    pub fn load<'a>(
+        &self,
+        adapters: impl IntoIterator<Item = &'a Adapter>,
+    ) -> Result<Vec<Arc<AdapterSlot>>, RuntimeError> {
+        let inputs: Vec<_> = adapters.into_iter().map(Adapter::input).collect();
+        let loaded = self
+            .weights
+            .load(&inputs)
+            .map_err(|error| self.refused(error))?;
+        let slot_bytes = self.weights.layout().bytes().slot;
+        self.counters.loads.add(loaded.len() as u64);
+        self.counters.bytes.add(slot_bytes * loaded.len() as u64);
+        Ok(loaded)
+    }
+
+    /// Brings an adapter into a cache slot: the first empty one, else the least recently used one that nobody holds.
+    ///
+    /// # Errors
+    /// As [`LoraWeights::promote`].
+    pub fn promote(&self, adapter: &Adapter) -> Result<Arc<AdapterSlot>, RuntimeError> {
+        let _span = tracing::info_span!("lora_promote", adapter = adapter.name()).entered();
+        // Not worth auditing and packing where there is no slot; the choice itself is made when the image is ready.
+        select_victim_slot(&self.weights.cache_slot_views())
+            .map_err(|error| self.refused(error.into()))?;
+        let slot = self.bring_in(adapter, SlotTarget::Victim)?;
+        self.counters.promotions.add(1);
+        Ok(slot)
+    }
+
+    /// Replaces the contents of a slot as one transaction. Where the slot is active its pairs are to be installed again
+    /// ([`layer`](Self::layer)).
+    ///
+    /// # Errors
+    /// As [`LoraWeights::swap`]. After an upload that failed midway the slot is a placeholder.
+    pub fn swap(&self, slot: u32, adapter: &Adapter) -> Result<Arc<AdapterSlot>, RuntimeError> {
+        let _span = tracing::info_span!("lora_swap", slot, adapter = adapter.name()).entered();
+        let slot = self.bring_in(adapter, SlotTarget::Slot(slot))?;
+        self.counters.swaps.add(1);
+        Ok(slot)
+    }
+
+    /// Makes `slot` active and returns the slot that was. Pairs are to be installed again ([`layer`](Self::layer)).
+    ///
+    /// # Errors
+    /// As [`LoraWeights::rotate`]: refused while requests hold the old active slot, or where rotation is not permitted.
+    pub fn rotate(&self, slot: u32) -> Result<Option<u32>, RuntimeError> {
+        let former = self.weights.rotate(slot)?;
+        if former != Some(slot) {
+            self.counters.rotations.add(1);
+        }
+        Ok(former)
+    }
+
+    /// Empties a slot, at once or when the last request that holds it has ended.
+    ///
+    /// # Errors
+    /// As [`LoraWeights::unload`].
+    pub fn unload(&self, slot: u32) -> Result<Unloaded, RuntimeError> {
+        let unloaded = self.weights.unload(slot)?;
+        self.counters.unloads.add(1);
+        Ok(unloaded)
+    }
+
+    /// Holds the adapter that `request` resolves to until the lease is dropped: a slot number, a negative number for the
+    /// active adapter, [`BASE_SLOT`](lora_weights::BASE_SLOT) for the base model. `None` where there is no adapter to hold.
+    pub fn lease(&self, request: i32) -> Option<SlotLease> {
+        self.weights.lease(request)
+    }
+
+    /// The prefix-cache key of what `request` is served with now.
+    pub fn adapter_id(&self, request: i32) -> u64 {
+        self.weights.adapter_id_for_slot(request)
+    }
+
+    /// Device buffers for the row maps of steps of at most `max_rows` rows.
+    ///
+    /// # Errors
+    /// What the allocation gives.
+    pub fn batch(&self, max_rows: u32) -> Result<RoutedBatch, RuntimeError> {
+        RoutedBatch::new(self, max_rows)
+    }
+
+    /// Routes a step: row `i` follows `requests[i]`, rows past them up to `padded_rows` take no delta. Not legal under graph
+    /// capture: see [`route_from_device`](Self::route_from_device).
+    ///
+    /// # Errors
+    /// A request that names a slot past the pool, and more rows than the batch has room for.
+    pub fn route(
+        &self,
+        batch: &mut RoutedBatch,
+        stream: Stream,
+        requests: &[i32],
+        padded_rows: usize,
+    ) -> Result<(), RuntimeError> {
+        batch.fill(self, stream, requests, padded_rows)
+    }
+
+    /// Groups the rows of a row map that is on the device already: legal under graph capture, where a replayed graph
+    /// groups whatever the map then holds.
+    ///
+    /// # Errors
+    /// More rows than the batch has room for.
+    pub fn route_from_device(
+        &self,
+        batch: &mut RoutedBatch,
+        stream: Stream,
+        rows: RowSlots<'_>,
+    ) -> Result<(), RuntimeError> {
+        batch.fill_from_device(self, stream, rows)
+    }
+
+    /// Scratch for launches of at most `max_rows` rows at any site of this model. One for each stream.
+    ///
+    /// # Errors
+    /// What the allocation gives.
+    pub fn scratch(&self, max_rows: u32) -> Result<Scratch, RuntimeError> {
+        let spec = scratch_spec(self.model(), self.weights.pool(), max_rows);
+        Ok(Scratch::new(self.memory(), spec)?)
+    }
+
+    /// A copy of `values` in the backend's memory, for tools and tests: an engine has buffers of its own.
+    ///
+    /// # Errors
+    /// What allocation and upload give.
+    pub fn buffer(&self, values: &[bf16]) -> Result<DeviceBuffer, RuntimeError> {
+        Ok(DeviceBuffer::from_slice(self.memory(), values)?)
+    }
+
+    /// The backend as memory alone.
+    pub(crate) fn memory(&self) -> Arc<dyn DeviceMemory> {
+        Arc::clone(self.kernels.backend()) as Arc<_>
+    }
+
+    /// Where launches go: this runtime's kernels, the engine's stream, and the scratch of that stream.
+    pub fn context<'a>(&'a self, stream: Stream, scratch: &'a mut Scratch) -> LaunchContext<'a> {
+        LaunchContext {
+            kernels: &self.kernels,
+            stream,
+            scratch,
+        }
+    }
+
+    /// Counters so far.
+    pub fn metrics(&self) -> Metrics {
+        self.counters.snapshot()
+    }
+
+    /// Stages, uploads and commits, and counts what came of it.
+    fn bring_in(
+        &self,
+        adapter: &Adapter,
+        target: SlotTarget,
+    ) -> Result<Arc<AdapterSlot>, RuntimeError> {
+        let staged = self
+            .weights
+            .stage(&adapter.input())
+            .map_err(|error| self.refused(error))?;
+        let bytes = staged.image_bytes() as u64;
+        let residents = self.weights.adapter_names();
+        let slot = self
+            .weights
+            .pack_store_into_slot(target, staged)
+            .map_err(|error| self.refused(error))?;
+        if residents
+            .get(slot.slot() as usize)
+            .is_some_and(Option::is_some)
+        {
+            self.counters.evictions.add(1);
+        }
+        self.counters.loads.add(1);
+        self.counters.bytes.add(bytes);
+        Ok(slot)
+    }
+
+    /// Counts a refusal on its way out.
+    fn refused(&self, error: WeightsError) -> RuntimeError {
+        let report = match &error {
+            WeightsError::Refused { report, .. } => Some(&**report),
+            _ => None,
+        };
+        self.counters.refuse(report);
+        error.into()
+    }
+}
+
+/// The largest launch that a model's sites can ask for, with `max_rows` rows.
+pub(crate) fn scratch_spec(model: &ModelSpec, pool: &PoolSpec, max_rows: u32) -> ScratchSpec {
+    let expert_rank = pool.experts.map_or(0, |experts| experts.max_rank);
+    let widths = (0..model.layers.len()).flat_map(|layer| {
+        let dense = pool
+            .modules
+            .iter()
+            .filter_map(move |module| module.dims(model, layer));
+        let experts = pool
+            .experts
+            .into_iter()
+            .flat_map(|_| lora_weights::ExpertProj::ALL);
+        dense
+            .chain(experts.filter_map(|proj| proj.dims(model)))
+            .map(|(_, k_in)| k_in)
+    });
+    ScratchSpec {
+        max_rows,
+        max_rank: pool.max_rank.max(expert_rank),
+        max_sites: lora_kernels::MAX_SITES as u32,
+        max_k_in: widths.max().unwrap_or(1).try_into().unwrap_or(u32::MAX),
+    }
+}
+
+/// Bytes of scratch that batches of `max_rows` rows take, before anything is allocated.
+///
+/// # Errors
+/// Ranks and widths that no launch takes.
+pub fn plan_scratch(
+    model: &ModelSpec,
+    pool: &PoolSpec,
+    max_rows: u32,
+) -> Result<u64, RuntimeError> {
+    Ok(scratch_spec(model, pool, max_rows).bytes()?)
+}
+
+/// What the runtime takes on the device, and who lives where.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct RuntimeReport {
+    /// Bytes of slots, tables and expert region.
+    pub pool: PoolBytes,
+    /// Free and all units of the expert region.
+    pub expert_units: (u64, u64),
+    /// The active slot.
+    pub active: Option<u32>,
+    /// Filled slots, ascending.
+    pub adapters: Vec<ResidentReport>,
+}
+
+/// One resident adapter.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct ResidentReport {
+    /// Its slot.
+    pub slot: u32,
+    /// Its name.
+    pub name: String,
+    /// Its generation.
+    pub generation: u64,
+    /// Its prefix-cache key.
+    pub adapter_id: u64,
+    /// Modules that it adapts, over all layers.
+    pub dense_pairs: usize,
+    /// Router and expert projections that it adapts, over all layers.
+    pub expert_pairs: usize,
+    /// References that requests hold.
+    pub references: u32,
+    /// Never a victim of promotion.
+    pub pinned: bool,
+}
+
+impl LoraRuntime {
+    /// What is resident and what it takes.
+    pub fn report(&self) -> RuntimeReport {
+        let slots = 0..self.weights.layout().slots();
+        RuntimeReport {
+            pool: self.weights.layout().bytes(),
+            expert_units: self.weights.expert_units(),
+            active: self.weights.active_slot(),
+            adapters: slots.filter_map(|slot| self.resident(slot)).collect(),
+        }
+    }
+
+    fn resident(&self, slot: u32) -> Option<ResidentReport> {
+        let adapter = self.weights.adapter(slot)?;
+        let experts = |layer: &lora_weights::ExpertLoraLayer| {
+            layer.pairs().count() + usize::from(layer.router().is_some())
+        };
+        Some(ResidentReport {
+            slot,
+            name: adapter.name().to_owned(),
+            generation: adapter.generation(),
+            adapter_id: adapter.adapter_id(),
+            dense_pairs: adapter
+                .layers()
+                .iter()
+                .map(|layer| layer.pairs().count())
+                .sum(),
+            expert_pairs: adapter.experts().iter().map(experts).sum(),
+            references: self.weights.slot_ref_count(slot).unwrap_or(0),
+            pinned: self.weights.is_pinned(slot),
+        })
+    }
+}
