@@ -1,3 +1,201 @@
-//! Tests that cross crates.
+//! What tests that cross crates share: the recorded cases, and the command line in process.
 
 #![forbid(unsafe_code)]
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// The test data: `LORA_TEST_DATA` where a bundle carries it, else the folder beside this crate.
+pub fn data_dir() -> PathBuf {
+    match std::env::var_os("LORA_TEST_DATA") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("data"),
+    }
+}
+
+/// The folder of one recorded case.
+pub fn case_dir(name: &str) -> PathBuf {
+    data_dir().join("cases").join(name)
+}
+
+/// A case of the index: its name and what a strict loader does with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexEntry {
+    /// Name of its folder.
+    pub name: String,
+    /// `ok`, `refuse`, `token_rows`, ...
+    pub expect: String,
+}
+
+impl IndexEntry {
+    /// Whether the file is one to load.
+    pub fn is_ok(&self) -> bool {
+        self.expect.starts_with("ok") && self.expect != "ok_or_refuse_dtype"
+    }
+}
+
+/// Every case of the index.
+///
+/// # Panics
+/// Where the index is not there or not what it was.
+pub fn index() -> Vec<IndexEntry> {
+    let text =
+        std::fs::read_to_string(data_dir().join("cases/index.json")).expect("the index is there");
+    let index: Value = serde_json::from_str(&text).expect("the index is JSON");
+    let text_of = |case: &Value, key: &str| case[key].as_str().expect("a string").to_owned();
+    let cases = index["cases"].as_array().expect("a list").iter();
+    cases
+        .map(|case| IndexEntry {
+            name: text_of(case, "case"),
+            expect: text_of(case, "expect"),
+        })
+        .collect()
+}
+
+/// What a command line gave.
+#[derive(Debug)]
+pub struct CommandOutput {
+    /// Exit code.
+    pub code: u8,
+    /// Standard output.
+    pub out: String,
+    /// Standard error.
+    pub err: String,
+}
+
+impl CommandOutput {
+    /// Standard output as JSON.
+    ///
+    /// # Panics
+    /// Where it is none.
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out)
+            .unwrap_or_else(|error| panic!("{error}: {}{}", self.out, self.err))
+    }
+
+    /// Reasons of the error findings in the JSON of an audit or of the first case of a verify.
+    pub fn error_reasons(&self) -> Vec<String> {
+        let json = self.json();
+        let findings = if json["findings"].is_array() {
+            &json["findings"]
+        } else {
+            &json["cases"][0]["findings"]
+        };
+        let errors = findings
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|finding| finding["level"] == "error");
+        errors
+            .map(|finding| finding["reason"].as_str().unwrap_or_default().to_owned())
+            .collect()
+    }
+}
+
+/// Runs `lora` with these arguments in process.
+pub fn lora<S: AsRef<str>>(arguments: &[S]) -> CommandOutput {
+    let (mut out, mut err) = (Vec::new(), Vec::new());
+    let words: Vec<&str> = std::iter::once("lora")
+        .chain(arguments.iter().map(AsRef::as_ref))
+        .collect();
+    let code = lora_cli::run(words, &mut lora_cli::Console::plain(&mut out, &mut err));
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    CommandOutput {
+        code,
+        out: text(out),
+        err: text(err),
+    }
+}
+
+/// A copy of a case in a temporary folder, to damage.
+#[derive(Debug)]
+pub struct CaseCopy {
+    dir: tempfile::TempDir,
+}
+
+impl CaseCopy {
+    /// Copies the case called `name`.
+    ///
+    /// # Panics
+    /// Where it cannot be copied.
+    pub fn of(name: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        std::fs::create_dir(dir.path().join("adapter")).expect("folder is made");
+        let files = [
+            "config.json",
+            "golden.safetensors",
+            "adapter/adapter_config.json",
+            "adapter/adapter_model.safetensors",
+        ];
+        for file in files {
+            std::fs::copy(case_dir(name).join(file), dir.path().join(file))
+                .expect("file is copied");
+        }
+        Self { dir }
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The folder, as an argument.
+    pub fn argument(&self) -> String {
+        self.path().display().to_string()
+    }
+
+    /// Changes the adapter's config.
+    ///
+    /// # Panics
+    /// Where it is not there or no JSON.
+    pub fn edit_config(&self, edit: impl FnOnce(&mut Value)) {
+        let path = self.path().join("adapter/adapter_config.json");
+        let text = std::fs::read_to_string(&path).expect("the config is there");
+        let mut config: Value = serde_json::from_str(&text).expect("the config is JSON");
+        edit(&mut config);
+        std::fs::write(&path, config.to_string()).expect("the config is written");
+    }
+
+    /// Changes the F32 values of every golden tensor whose name ends with `suffix`. `edit` is given the shape.
+    ///
+    /// # Panics
+    /// Where there is no such tensor.
+    pub fn edit_golden(&self, suffix: &str, edit: impl FnMut(&[usize], &mut [f32])) {
+        edit_tensors(&self.path().join("golden.safetensors"), suffix, edit);
+    }
+}
+
+/// Rewrites a safetensors file with the F32 values of every tensor whose name ends with `suffix` changed.
+fn edit_tensors(path: &Path, suffix: &str, mut edit: impl FnMut(&[usize], &mut [f32])) {
+    use safetensors::tensor::{SafeTensors, TensorView, serialize_to_file};
+    let bytes = std::fs::read(path).expect("the file is there");
+    let file = SafeTensors::deserialize(&bytes).expect("the file is safetensors");
+    let mut changed = 0;
+    let mut tensors = Vec::new();
+    for (name, view) in file.iter() {
+        let mut data = view.data().to_vec();
+        if name.ends_with(suffix) {
+            let mut values: Vec<f32> = data
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|word| f32::from_le_bytes(*word))
+                .collect();
+            edit(view.shape(), &mut values);
+            data = values
+                .iter()
+                .flat_map(|value| value.to_le_bytes())
+                .collect();
+            changed += 1;
+        }
+        tensors.push((name.to_owned(), view.dtype(), view.shape().to_vec(), data));
+    }
+    assert!(changed > 0, "no tensor ends with {suffix}");
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (
+            name.as_str(),
+            TensorView::new(*dtype, shape.clone(), data).expect("sizes agree"),
+        )
+    });
+    serialize_to_file(views, None, path).expect("the file is written");
+}

@@ -1,5 +1,26 @@
-//! The `lora` command.
+//! The `lora` command. Everything it does is in the library beside it.
 
 #![forbid(unsafe_code)]
 
-fn main() {}
+use lora_cli::{Console, run};
+use lora_runtime::config::{LEVER_PREFIX, Levers};
+use std::io::{IsTerminal, stderr, stdout};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let levers = match Levers::from_env(LEVER_PREFIX) {
+        Ok(levers) => levers,
+        Err(error) => {
+            eprintln!("lora: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let interactive = stderr().is_terminal();
+    let mut console = Console {
+        out: &mut stdout().lock(),
+        err: &mut stderr(),
+        interactive,
+        levers,
+    };
+    ExitCode::from(run(std::env::args_os(), &mut console))
+}

@@ -1,0 +1,24 @@
+//! What `lora bench` measures: bringing an adapter in, and adding its deltas.
+
+mod deltas;
+mod loading;
+mod synthetic;
+
+pub use deltas::delta_times;
+pub use loading::{Synthetic, adapter_times};
+pub use synthetic::Shape;
+
+use std::time::Instant;
+
+/// Median time of `runs` calls, microseconds, after one that is not counted.
+fn median_us<E>(runs: usize, mut call: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+    call()?;
+    let mut times = Vec::with_capacity(runs);
+    for _ in 0..runs {
+        let start = Instant::now();
+        call()?;
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}

@@ -1,0 +1,110 @@
+//! `lora plan` and `lora bench`: the numbers hold together.
+
+use lora_tests::{case_dir, lora};
+
+fn plan(case: &str, more: &[&str]) -> lora_tests::CommandOutput {
+    let model = case_dir(case).join("config.json").display().to_string();
+    let mut arguments = vec!["plan", "--json", "--model", &model];
+    arguments.extend(more);
+    lora(&arguments)
+}
+
+#[test]
+fn parts_add_up_and_grow_with_slots() {
+    let of = |slots: &str| plan("llama_plain", &["--max-loras", slots, "--max-rank", "8"]).json();
+    let (one, four) = (of("1"), of("4"));
+    let number = |json: &serde_json::Value, key: &str| json[key].as_u64().expect("a number");
+    let parts = ["slots", "tables", "experts", "scratch"].map(|key| number(&four, key));
+    assert_eq!(parts.iter().sum::<u64>(), number(&four, "total"));
+    assert_eq!(number(&four, "slots"), 4 * number(&one, "slots"));
+    assert_eq!(number(&four, "slot"), number(&one, "slot"));
+}
+
+#[test]
+fn what_fits_is_what_a_plan_of_that_many_slots_takes() {
+    let memory = "1MiB";
+    let json = plan(
+        "llama_plain",
+        &[
+            "--max-loras",
+            "4",
+            "--max-rank",
+            "8",
+            "--max-rows",
+            "16",
+            "--memory",
+            memory,
+        ],
+    )
+    .json();
+    let fit = json["slots_that_fit"].as_u64().expect("a number");
+    assert!(fit >= 1);
+    let total = |slots: u64| {
+        let json = plan(
+            "llama_plain",
+            &[
+                "--max-loras",
+                &slots.to_string(),
+                "--max-rank",
+                "8",
+                "--max-rows",
+                "16",
+            ],
+        )
+        .json();
+        json["total"].as_u64().expect("a number")
+    };
+    assert!(total(fit) <= 1 << 20);
+    assert!(total(fit + 1) > 1 << 20);
+}
+
+#[test]
+fn plan_that_does_not_fit_is_refused() {
+    assert_eq!(
+        plan(
+            "llama_plain",
+            &["--max-loras", "4", "--max-rank", "8", "--memory", "1KiB"]
+        )
+        .code,
+        1
+    );
+}
+
+#[test]
+fn experts_take_room_only_where_they_are_on() {
+    let arguments = ["--max-loras", "2", "--max-rank", "8"];
+    assert_eq!(plan("qwen3_moe_params", &arguments).json()["experts"], 0);
+    let on = plan(
+        "qwen3_moe_params",
+        &[
+            "--max-loras",
+            "2",
+            "--max-rank",
+            "8",
+            "--experts",
+            "--expert-units",
+            "10",
+        ],
+    )
+    .json();
+    assert_eq!(
+        on["experts"].as_u64(),
+        on["expert_unit"].as_u64().map(|unit| unit * 10)
+    );
+}
+
+#[test]
+fn quick_bench_times_every_stage() {
+    let output = lora(&["bench", "--quick", "--json"]);
+    assert_eq!(output.code, 0, "{}", output.err);
+    let timings = output.json();
+    let timings = timings.as_array().expect("a list");
+    assert!(timings.iter().any(|t| t["what"] == "audit and pack"));
+    assert!(timings.len() > 10);
+    assert!(
+        timings
+            .iter()
+            .all(|t| t["microseconds"].as_f64().is_some_and(|us| us > 0.0)),
+        "{timings:?}"
+    );
+}
