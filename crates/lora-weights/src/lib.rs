@@ -52,6 +52,8 @@
 
 #![deny(unsafe_code)]
 
+#![deny(unsafe_code)]
+
 mod audit;
 pub mod device;
 mod error;

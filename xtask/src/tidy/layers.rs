@@ -30,7 +30,9 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Violation> {
             ));
         }
         for (table, dependency, _) in member.dependencies() {
-            if !workspace.members.iter().any(|m| m.name == dependency) {
+            // A crate's own tests may use it with a feature for tests on.
+            let is_own_test = dependency == member.name && table == "dev-dependencies";
+            if is_own_test || !workspace.members.iter().any(|m| m.name == dependency) {
                 continue;
             }
             let allowed = match (own, layer_of(dependency)) {

@@ -104,7 +104,7 @@ pub(super) fn function(
     symbol: &str,
 ) -> Result<Option<sys::CUfunction>, CudaError> {
     let name = CString::new(symbol).expect("symbols hold no NUL");
-    // SAFETY: `module` is loaded.
+    // SAFETY: `module` is loaded, and the name ends in NUL.
     match unsafe { result::module::get_function(module, name) } {
         Ok(function) => Ok(Some(function)),
         Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => Ok(None),
@@ -124,7 +124,7 @@ pub(super) fn allow_dynamic_shared(function: sys::CUfunction, limit: u32) -> Res
     }
     .named("reading a kernel's shared memory")?;
     let dynamic = limit as i32 - fixed;
-    // SAFETY: as above.
+    // SAFETY: `function` is a kernel of a loaded module, and the value is within what the device allows.
     unsafe {
         result::function::set_function_attribute(
             function,

@@ -42,7 +42,7 @@ impl Graph {
     }
 
     pub(super) fn launch(&self, stream: sys::CUstream) -> Result<(), CudaError> {
-        // SAFETY: both handles are live.
+        // SAFETY: `self` keeps the executable alive, and the caller the stream.
         unsafe { result::graph::launch(self.executable, stream) }.named("launching a graph")
     }
 }

@@ -78,7 +78,7 @@ pub(super) struct Memory {
 // SAFETY: the stream and context handles are driver-owned names that any thread may use once it has bound the context, which every
 // method does first; the rest is behind mutexes.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: what threads share is behind mutexes, and the driver locks for itself.
 unsafe impl Sync for Memory {}
 
 /// Idle pinned buffers kept for the next upload.

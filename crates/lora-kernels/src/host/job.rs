@@ -304,7 +304,7 @@ impl Delta {
             row += ROWS;
         }
         while row < positions.len() {
-            // SAFETY: as above.
+            // SAFETY: the arena is held; these columns of this row are this task's alone.
             let out = unsafe { site.out.write(out_of(row)) };
             fold_rows::<S, 1>(simd, [xa_of(row)], block, [out]);
             row += 1;

@@ -49,7 +49,7 @@ impl<T> Copy for Span<T> {}
 
 // SAFETY: a span is an address and a length; reading and writing through it is unsafe and says what must hold.
 unsafe impl<T: Pod> Send for Span<T> {}
-// SAFETY: as above.
+// SAFETY: a shared span gives no access that an owned one does not; reading and writing stay unsafe.
 unsafe impl<T: Pod> Sync for Span<T> {}
 
 impl<T: Pod> Span<T> {
