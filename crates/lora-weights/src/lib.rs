@@ -54,6 +54,8 @@
 
 #![deny(unsafe_code)]
 
+#![deny(unsafe_code)]
+
 mod audit;
 pub mod device;
 mod error;

@@ -98,64 +98,69 @@ fn check_tokens(
     table: TokenTable,
     findings: &mut Findings,
 ) {
-    let of = |table: TokenTable| {
-        let tokens = config.trainable_tokens()?;
-        match table {
-            TokenTable::Embed => tokens.embed.as_deref(),
-            TokenTable::LmHead => tokens.lm_head.as_deref(),
-        }
-    };
     let delta = overlays.get(table, OverlayTensorKind::Delta);
     let name = table.peft_name();
-    let (ids, delta) = match (of(table), delta) {
-        (None, None) => return,
+    match (trained_ids(config, table), delta) {
+        (None, None) => {}
         (None, Some(delta)) => {
             let message =
                 format!("trained rows of {name}, and trainable_token_indices has no ids for them");
-            return findings.error(AuditReason::TokenIdsMissing, &delta.name, message);
+            findings.error(AuditReason::TokenIdsMissing, &delta.name, message);
         }
         // A tied head shares the embedding's rows, and PEFT saves them once.
         (Some(ids), None)
             if table == TokenTable::LmHead
                 && context.spec.tied_embeddings
-                && of(TokenTable::Embed) == Some(ids) =>
-        {
-            return;
-        }
+                && trained_ids(config, TokenTable::Embed) == Some(ids) => {}
         (Some(ids), None) => {
             let message = format!(
                 "trainable_token_indices names {} ids of {name}, and the file holds no rows for them",
                 ids.len()
             );
-            return findings.error_all(AuditReason::TokenRowsMissing, message);
+            findings.error_all(AuditReason::TokenRowsMissing, message);
         }
-        (Some(ids), Some(delta)) => (ids, delta),
-    };
-    let rows = delta.shape.first().copied().unwrap_or(0);
-    if rows != ids.len() {
-        let message = format!(
-            "{rows} rows (shape {:?}), and trainable_token_indices names {} ids of {name}",
-            delta.shape,
-            ids.len()
-        );
-        findings.error(AuditReason::TokenCountMismatch, &delta.name, message);
+        (Some(ids), Some(delta)) => {
+            let rows = delta.shape.first().copied().unwrap_or(0);
+            if rows != ids.len() {
+                let message = format!(
+                    "{rows} rows (shape {:?}), and trainable_token_indices names {} ids of {name}",
+                    delta.shape,
+                    ids.len()
+                );
+                findings.error(AuditReason::TokenCountMismatch, &delta.name, message);
+            }
+            check_ids(context, (ids, delta), overlays, findings);
+        }
     }
+}
+
+fn trained_ids(config: &AdapterConfig, table: TokenTable) -> Option<&[u32]> {
+    let tokens = config.trainable_tokens()?;
+    match table {
+        TokenTable::Embed => tokens.embed.as_deref(),
+        TokenTable::LmHead => tokens.lm_head.as_deref(),
+    }
+}
+
+/// Ids are in the model's vocabulary or in the adapter's own table.
+fn check_ids(
+    context: Context<'_>,
+    (ids, delta): (&[u32], &OverlayTensor),
+    overlays: &OverlayTensors,
+    findings: &mut Findings,
+) {
     let own = [OverlayTensorKind::Base, OverlayTensorKind::FullTable]
         .into_iter()
-        .filter_map(|kind| overlays.get(table, kind)?.shape.first().copied())
+        .filter_map(|kind| overlays.get(delta.module, kind)?.shape.first().copied())
         .max()
         .unwrap_or(0);
     let vocab = context.spec.vocab_size;
-    let limit = vocab.max(own);
-    let beyond: Vec<u32> = ids
-        .iter()
-        .copied()
-        .filter(|&id| id as usize >= limit)
-        .collect();
-    if let Some(first) = beyond.first() {
+    let is_beyond = |id: &&u32| **id as usize >= vocab.max(own);
+    if let Some(first) = ids.iter().find(is_beyond) {
         let message = format!(
-            "token id {first} ({} such ids) of {name}: the model has {vocab} tokens, the adapter's own table {own} rows",
-            beyond.len()
+            "token id {first} ({} such ids) of {}: the model has {vocab} tokens, the adapter's own table {own} rows",
+            ids.iter().filter(is_beyond).count(),
+            delta.module.peft_name()
         );
         findings.error(AuditReason::TokenBeyondVocab, &delta.name, message);
     }

@@ -45,7 +45,6 @@ pub(crate) fn open_config(dir: &Path) -> Result<String, StoreError> {
 }
 
 /// Checks the header of the weights file and maps it.
-#[allow(unsafe_code)]
 pub(crate) fn open_weights(dir: &Path) -> Result<Weights, StoreError> {
     let path = dir.join(WEIGHTS);
     let Some((mut file, file_bytes)) = open_file(&path)? else {
@@ -65,11 +64,7 @@ pub(crate) fn open_weights(dir: &Path) -> Result<Weights, StoreError> {
             source,
         }
     })?;
-    // SAFETY: the file is open for reading and is a regular file. `map` asks that nobody writes to the file while it is mapped,
-    // which no program can enforce and which `AdapterStore` therefore asks of its caller in so many words. What is mapped is only
-    // ever read as numbers, of which any bit pattern is one: the header, whose contents decide lengths, was read into memory
-    // of our own before it was checked, so that a change cannot turn a checked range into an unchecked one.
-    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|source| io_error(&path, source))?;
+    let map = map_file(&file).map_err(|source| io_error(&path, source))?;
     if (map.len() as u64) < file_bytes {
         let available = map.len() as u64;
         return Err(StoreError::Header {
@@ -89,6 +84,16 @@ pub(crate) fn open_weights(dir: &Path) -> Result<Weights, StoreError> {
         tensors,
         data: Data::File { map, spans },
     })
+}
+
+/// Maps a whole file for reading.
+#[allow(unsafe_code)]
+fn map_file(file: &File) -> io::Result<memmap2::Mmap> {
+    // SAFETY: `file` is a regular file that is open for reading. `map` asks that nobody writes to it while it is mapped, which no
+    // program can enforce and which `AdapterStore` therefore asks of its caller in so many words. What is mapped is only ever
+    // read as numbers, of which any bit pattern is one: the header, whose contents decide lengths, was read into memory of
+    // our own before it was checked, so that a change cannot turn a checked range into an unchecked one.
+    unsafe { memmap2::Mmap::map(file) }
 }
 
 /// Where a folder holds neither of an adapter's files, but subfolders that do: the error that says so.
