@@ -52,10 +52,6 @@
 
 #![deny(unsafe_code)]
 
-#![deny(unsafe_code)]
-
-#![deny(unsafe_code)]
-
 mod audit;
 pub mod device;
 mod error;

@@ -6,7 +6,7 @@ use super::{
     TensorPath,
 };
 use crate::{ModuleSet, PoolSpec};
-use lora_config::{FfnKind, ModelSpec};
+use lora_config::{FfnKind, ModelSpec, MoeSpec};
 
 /// What decides, beside the model, how a name is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -244,9 +244,12 @@ fn router_or_expert(
     Ok(Some(LoraTarget::Expert { n, proj }))
 }
 
-pub(crate) fn moe_of_layer(spec: &ModelSpec, layer: usize) -> Option<&lora_config::MoeSpec> {
+/// The geometry of a layer's experts, of which there is at least one.
+pub(crate) fn moe_of_layer(spec: &ModelSpec, layer: usize) -> Option<&MoeSpec> {
     let is_moe = spec.layers.get(layer)?.ffn == FfnKind::Moe;
-    spec.moe.as_ref().filter(|_| is_moe)
+    spec.moe
+        .as_ref()
+        .filter(|moe| is_moe && moe.num_experts > 0)
 }
 
 /// What stands after `experts` where all experts are in one tensor.
