@@ -43,13 +43,13 @@ pub struct Tile {
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct DeltaSite {
-    /// u64[slots] addresses of A; an entry of 0 has no delta here.
+    /// `u64[slots]` addresses of A; an entry of 0 has no delta here.
     pub a_table: u64,
-    /// u64[slots] addresses of B.
+    /// `u64[slots]` addresses of B.
     pub b_table: u64,
-    /// f32[slots] scales.
+    /// `f32[slots]` scales.
     pub scale_table: u64,
-    /// u32[slots] true ranks.
+    /// `u32[slots]` true ranks.
     pub rank_table: u64,
     /// Pair mode: A.
     pub a: u64,
@@ -126,7 +126,7 @@ pub struct DeltaParams {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct GroupParams {
-    /// i32[rows]: entry of each row; negative, or at or past `slots`: in no tile.
+    /// `i32[rows]`: entry of each row; negative, or at or past `slots`: in no tile.
     pub seq_slot: u64,
     /// u32 out: tiles written.
     pub tile_count: u64,
