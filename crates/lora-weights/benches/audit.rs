@@ -1,7 +1,7 @@
 //! Opening, auditing and packing adapters, from the page cache, on rayon's threads.
 //!
 //! `dense` is Llama 3 8B with all seven projections at rank 64 in BF16: 335 MB. `experts` is per-expert tensors: many small
-//! ones, where names and lookups count. With `--test` both shrink to sizes that run in CI.
+//! ones, where names and lookups count. Run as a test, both shrink to sizes that run in CI.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use lora_config::{AdapterConfig, ModelSpec, ParseOptions, parse_peft_adapter_config};
@@ -20,8 +20,10 @@ struct Shape {
     targets: fn(&ModelSpec, usize) -> Vec<LoraTarget>,
 }
 
+/// True unless `cargo bench` runs it for numbers.
 fn small() -> bool {
-    std::env::args().any(|arg| arg == "--test")
+    let given = |wanted: &str| std::env::args().any(|arg| arg == wanted);
+    given("--test") || !given("--bench")
 }
 
 fn dense() -> Shape {

@@ -15,18 +15,27 @@ use std::collections::{BTreeMap, HashSet};
 pub(super) struct Halves {
     /// Module path of the first one met.
     pub(super) path: String,
+    first: TensorId,
     pub(super) a: Option<TensorId>,
     pub(super) b: Option<TensorId>,
 }
 
 impl Halves {
-    /// Both, or the one that is there and the name of the one that is not.
+    /// Both, or the one that is there and which one is not.
     pub(super) fn both(&self) -> Result<(TensorId, TensorId), (TensorId, &'static str)> {
         match (self.a, self.b) {
             (Some(a), Some(b)) => Ok((a, b)),
-            (Some(a), None) => Err((a, "lora_B")),
-            (None, Some(b)) => Err((b, "lora_A")),
-            (None, None) => unreachable!("made with one of the two"),
+            (_, None) => Err((self.first, "lora_B")),
+            (None, _) => Err((self.first, "lora_A")),
+        }
+    }
+
+    fn new(path: &str, first: TensorId) -> Self {
+        Self {
+            path: path.to_owned(),
+            first,
+            a: None,
+            b: None,
         }
     }
 }
@@ -118,7 +127,7 @@ impl Inventory {
             let message = "a low-rank pair on the LM head is not applied; merge it into a full lm_head (modules_to_save)";
             findings.error(AuditReason::LmHeadLoraUnimplemented, name, message);
             let head = &mut self.head;
-            let place = head.get_or_insert_with(|| empty(weight.module));
+            let place = head.get_or_insert_with(|| Halves::new(weight.module, id));
             return fill(place, (id, weight.ab), context, findings);
         }
         if let Ok(at) = LayerPath::parse(weight.module) {
@@ -130,7 +139,7 @@ impl Inventory {
                 let place = self
                     .stacked
                     .entry(level)
-                    .or_insert_with(|| empty(weight.module));
+                    .or_insert_with(|| Halves::new(weight.module, id));
                 return fill(place, (id, weight.ab), context, findings);
             }
         }
@@ -141,7 +150,7 @@ impl Inventory {
                 let place = self
                     .pairs
                     .entry(key)
-                    .or_insert_with(|| empty(weight.module));
+                    .or_insert_with(|| Halves::new(weight.module, id));
                 fill(place, (id, weight.ab), context, findings);
             }
             Err(reject) => {
@@ -190,14 +199,6 @@ impl Inventory {
             );
             findings.error(AuditReason::TooManyAdapters, context.name(id), message);
         }
-    }
-}
-
-fn empty(path: &str) -> Halves {
-    Halves {
-        path: path.to_owned(),
-        a: None,
-        b: None,
     }
 }
 
