@@ -454,8 +454,12 @@ fn lora_toml_sets_up_a_whole_runtime() {
         .collect();
     assert_eq!(residents, [(0, "plain", true), (1, "rs", false)]);
     assert_eq!(
-        (report.active, report.adapters[0].dense_pairs),
-        (Some(0), 14)
+        (
+            report.active,
+            report.adapters[0].dense_pairs,
+            report.adapters[0].applied
+        ),
+        (Some(0), 14, 28)
     );
     runtime.rotate(1).expect("the lever permits it");
 }

@@ -366,6 +366,14 @@ pub struct ResidentReport {
     pub generation: u64,
     /// Its prefix-cache key.
     pub adapter_id: u64,
+    /// Tensors of its file.
+    pub tensors: usize,
+    /// Tensors applied.
+    pub applied: usize,
+    /// Names of the tensors that are not applied and need not be.
+    pub ignored: Vec<String>,
+    /// Warnings of its audit, one line each.
+    pub warnings: Vec<String>,
     /// Modules that it adapts, over all layers.
     pub dense_pairs: usize,
     /// Router and expert projections that it adapts, over all layers.
@@ -390,20 +398,23 @@ impl LoraRuntime {
 
     fn resident(&self, slot: u32) -> Option<ResidentReport> {
         let adapter = self.weights.adapter(slot)?;
-        let experts = |layer: &lora_weights::ExpertLoraLayer| {
-            layer.pairs().count() + usize::from(layer.router().is_some())
-        };
+        let audit = adapter.report();
+        let dense = audit
+            .pairs
+            .iter()
+            .filter(|pair| pair.target.is_dense())
+            .count();
         Some(ResidentReport {
             slot,
             name: adapter.name().to_owned(),
             generation: adapter.generation(),
             adapter_id: adapter.adapter_id(),
-            dense_pairs: adapter
-                .layers()
-                .iter()
-                .map(|layer| layer.pairs().count())
-                .sum(),
-            expert_pairs: adapter.experts().iter().map(experts).sum(),
+            tensors: audit.tensors,
+            applied: audit.applied,
+            ignored: audit.ignored.clone(),
+            warnings: audit.warnings().map(ToString::to_string).collect(),
+            dense_pairs: dense,
+            expert_pairs: audit.pairs.len() - dense,
             references: self.weights.slot_ref_count(slot).unwrap_or(0),
             pinned: self.weights.is_pinned(slot),
         })

@@ -2,7 +2,7 @@
 
 use super::units::UnitRuns;
 use crate::device::LoraPair;
-use crate::{ExpertLoraLayer, LoraLayerWeights, LoraModule, adapter_id_hash};
+use crate::{AuditReport, ExpertLoraLayer, LoraLayerWeights, LoraModule, adapter_id_hash};
 use lora_config::AdapterConfig;
 use std::any::Any;
 use std::sync::Arc;
@@ -16,6 +16,7 @@ pub struct AdapterSlot {
     pub(super) config: AdapterConfig,
     pub(super) layers: Arc<[LoraLayerWeights]>,
     pub(super) experts: Arc<[ExpertLoraLayer]>,
+    pub(super) report: Arc<AuditReport>,
 }
 
 impl AdapterSlot {
@@ -52,6 +53,11 @@ impl AdapterSlot {
     /// Router and expert pairs: one entry a model layer, by global index.
     pub fn experts(&self) -> &[ExpertLoraLayer] {
         &self.experts
+    }
+
+    /// What the audit saw: tensors applied and ignored, warnings, rank and scale of each module.
+    pub fn report(&self) -> &AuditReport {
+        &self.report
     }
 
     /// True where the adapter adapts a router or an expert.

@@ -146,7 +146,7 @@ impl LoraWeights {
             shared: Arc::clone(shared),
             name: adapter.name.to_owned(),
             config: adapter.config.clone(),
-            report,
+            report: Arc::new(report),
             image_bytes,
             staging: Some(staging),
             extension: adapter.extension.clone(),

@@ -17,7 +17,7 @@ pub struct StagedAdapter {
     pub(super) shared: Arc<Shared>,
     pub(super) name: String,
     pub(super) config: AdapterConfig,
-    pub(super) report: AuditReport,
+    pub(super) report: Arc<AuditReport>,
     /// Bytes of the image; the table entries follow it in the buffer.
     pub(super) image_bytes: usize,
     /// Taken out by `begin` alone.
@@ -190,6 +190,7 @@ impl StagedAdapter {
             config: self.config.clone(),
             layers: layers.into(),
             experts: experts.into(),
+            report: Arc::clone(&self.report),
         })
     }
 }
