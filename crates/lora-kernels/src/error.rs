@@ -194,6 +194,13 @@ pub enum KernelError {
         limit: u64,
     },
 
+    /// A tile whose permutation names one row of out twice.
+    #[error("the permutation names row {row} twice in one tile")]
+    RepeatedRow {
+        /// Row of out.
+        row: u32,
+    },
+
     /// The host backend's worker threads could not be started.
     #[error("cannot start worker thread {index}: {detail}")]
     Thread {

@@ -39,34 +39,79 @@ pub(super) fn rank_vector<'a, S: Simd>(
     }
 }
 
-/// Widens and transposes `rows` rows of B (at most 64, `stride` elements apart) into the first `rank` rows of `block`; missing rows give zeros.
-#[inline(always)]
-pub(super) fn transpose_block<S: Simd>(
-    simd: S,
-    (b, stride): (&[bf16], usize),
-    rows: usize,
+/// Up to 64 neighbouring rows of an adapter's B.
+#[derive(Clone, Copy)]
+pub(super) struct RowsOfB<'a> {
+    /// Padded ranks are multiples of sixteen, so a row is whole granules.
+    granules: &'a [[bf16; LANES]],
+    /// Granules a row.
+    stride: usize,
     rank: usize,
-    block: &mut [Columns],
-) {
-    const NONE: [bf16; LANES] = [bf16::ZERO; LANES];
+}
+
+impl<'a> RowsOfB<'a> {
+    /// All rows of `values`, `max_rank` apart.
+    #[inline(always)]
+    pub(super) fn new(values: &'a [bf16], max_rank: usize, rank: usize) -> Self {
+        Self {
+            granules: values.as_chunks().0,
+            stride: max_rank / LANES,
+            rank,
+        }
+    }
+
+    /// Granule `granule` of rows `16 * v..`, transposed: element `r` holds its rank `r`. Rows past the last are zeros.
+    #[inline(always)]
+    fn columns<S: Simd>(&self, simd: S, v: usize, granule: usize) -> [S::V; LANES] {
+        let first = (v * LANES * self.stride).min(self.granules.len());
+        let present = self.granules[first..].chunks(self.stride);
+        let mut rows = [&[bf16::ZERO; LANES]; LANES];
+        for (row, granules) in rows.iter_mut().zip(present) {
+            *row = &granules[granule];
+        }
+        simd.transpose(rows)
+    }
+}
+
+/// Widens and transposes rows of B, for several rows of a tile.
+#[inline(always)]
+pub(super) fn transpose_block<S: Simd>(simd: S, b: RowsOfB<'_>, block: &mut [Columns]) {
     for v in 0..EXPAND_COLS / LANES {
-        for (granule, ranks) in block[..rank].chunks_mut(LANES).enumerate() {
-            // Padded ranks are multiples of sixteen, so a granule's columns are all there.
-            let row_of = |n: usize| -> &[bf16; LANES] {
-                let n = v * LANES + n;
-                if n >= rows {
-                    return &NONE;
-                }
-                match b[n * stride + granule * LANES..].first_chunk() {
-                    Some(values) => values,
-                    None => &NONE,
-                }
-            };
-            let columns = simd.transpose(from_fn(row_of));
-            for (r, columns_of_rank) in ranks.iter_mut().enumerate() {
-                columns_of_rank[v] = simd.store(columns[r]);
+        for (granule, ranks) in block[..b.rank].chunks_mut(LANES).enumerate() {
+            let columns = b.columns(simd, v, granule);
+            for (r, of_rank) in ranks.iter_mut().enumerate() {
+                of_rank[v] = simd.store(columns[r]);
             }
         }
+    }
+}
+
+/// Adds the delta of the only row of a tile to its part of out: as [`fold_rows`], but what is transposed is used once and never stored.
+#[inline(always)]
+pub(super) fn fold_one_row<S: Simd>(
+    simd: S,
+    xa: &[f32],
+    b: RowsOfB<'_>,
+    scale: f32,
+    out: &mut [bf16],
+) {
+    let scale = simd.splat(scale);
+    for (v, out) in out.chunks_mut(LANES).enumerate() {
+        let mut sum = simd.splat(0.0);
+        let (whole, tail) = xa[..b.rank].as_chunks::<LANES>();
+        for (granule, xa) in whole.iter().enumerate() {
+            let columns = b.columns(simd, v, granule);
+            for r in 0..LANES {
+                sum = simd.fma(simd.splat(xa[r]), columns[r], sum);
+            }
+        }
+        if !tail.is_empty() {
+            let columns = b.columns(simd, v, whole.len());
+            for (value, column) in tail.iter().zip(columns) {
+                sum = simd.fma(simd.splat(*value), column, sum);
+            }
+        }
+        fold(simd, scale, sum, out);
     }
 }
 

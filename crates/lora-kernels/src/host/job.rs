@@ -3,7 +3,7 @@
 //! Tasks of the first half write disjoint partials. A task of the second half owns its columns of out for **all** rows, so that no two
 //! threads write one element whatever the permutation says.
 
-use super::expand::{BlockOfB, fold_rows, rank_vector, transpose_block};
+use super::expand::{BlockOfB, RowsOfB, fold_one_row, fold_rows, rank_vector, transpose_block};
 use super::memory::Span;
 use super::pool::Job;
 use super::shrink::{BlockOfA, shrink_rows, widen_row};
@@ -22,6 +22,15 @@ const RANGES_A_THREAD: usize = 4;
 pub(super) struct Position {
     pub(super) out_row: usize,
     pub(super) x_row: usize,
+}
+
+impl Position {
+    /// Where these columns of its row of out are.
+    #[inline(always)]
+    fn columns(&self, site: &SiteJob, columns: &Range<usize>) -> Range<usize> {
+        let start = self.out_row * site.out_stride;
+        start + columns.start..start + columns.end
+    }
 }
 
 /// Consecutive positions that share an adapter.
@@ -241,19 +250,22 @@ impl Delta {
                 let from = start * site.max_rank;
                 // SAFETY: the arena is held; no task of this half writes B.
                 let rows_of_b = unsafe { adapter.b.read(from..from + width * site.max_rank) };
+                let rows_of_b = RowsOfB::new(rows_of_b, site.max_rank, adapter.rank);
+                let columns = start..start + width;
+                if let [position] = self.positions[tile.positions.clone()] {
+                    let at = position.columns(site, &columns);
+                    // SAFETY: the arena is held; these columns are this task's alone.
+                    let out = unsafe { site.out.write(at) };
+                    fold_one_row(simd, &workspace.xa, rows_of_b, adapter.scale, out);
+                    continue;
+                }
                 let block = &mut workspace.b[..adapter.rank];
-                transpose_block(simd, (rows_of_b, site.max_rank), width, adapter.rank, block);
+                transpose_block(simd, rows_of_b, block);
                 let block = BlockOfB {
                     columns: block,
                     scale: adapter.scale,
                 };
-                self.fold_tile(
-                    simd,
-                    (site, tile),
-                    &workspace.xa,
-                    block,
-                    start..start + width,
-                );
+                self.fold_tile(simd, (site, tile), &workspace.xa, block, columns);
             }
         }
     }
@@ -291,10 +303,7 @@ impl Delta {
         let rank = block.columns.len();
         let positions = &self.positions[tile.positions.clone()];
         let xa_of = |row: usize| -> &[f32] { &xa[row * rank..][..rank] };
-        let out_of = |row: usize| -> Range<usize> {
-            let start = positions[row].out_row * site.out_stride;
-            start + columns.start..start + columns.end
-        };
+        let out_of = |row: usize| positions[row].columns(site, &columns);
         let mut row = 0;
         while row + ROWS <= positions.len() {
             let at: [Range<usize>; ROWS] = from_fn(|m| out_of(row + m));

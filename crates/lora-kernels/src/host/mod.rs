@@ -26,7 +26,7 @@ pub(crate) use job::{expand_tasks, shrink_tasks};
 pub(crate) use workspace::workspace_bytes;
 
 use crate::{
-    DeltaParams, DeviceCaps, GroupParams, Grouping, KernelError, LoraBackend, Operand, Stream,
+    DeltaParams, DeviceCaps, GroupParams, Grouping, KernelError, LoraBackend, Operand, Stream, Tile,
 };
 use capacity::Capacity;
 use check::check_delta;
@@ -223,9 +223,13 @@ impl LoraBackend for HostBackend {
                 limit: u64::from(params.max_tiles) + 1,
             });
         }
+        let [tiles_name, perm_name] = [Operand::shared("tiles"), Operand::shared("permutation")];
+        // Looked up before anything is written.
+        arena.span::<Tile>(tiles_name, params.tiles, tiles.len() as u64)?;
+        arena.span::<u32>(perm_name, params.perm, perm.len() as u64)?;
         arena.store(Operand::shared("tile count"), params.tile_count, &[count])?;
-        arena.store(Operand::shared("tiles"), params.tiles, &tiles)?;
-        arena.store(Operand::shared("permutation"), params.perm, &perm)
+        arena.store(tiles_name, params.tiles, &tiles)?;
+        arena.store(perm_name, params.perm, &perm)
     }
 
     fn delta(&self, _stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
