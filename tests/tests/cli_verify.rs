@@ -77,6 +77,30 @@ fn mixed_batch_of_different_adapters_matches_peft_and_leaves_base_rows_alone() {
 }
 
 #[test]
+fn mixed_batch_of_expert_adapters_matches_peft_expert_by_expert() {
+    let names = [
+        "qwen3_moe_params",
+        "qwen3_moe_v4_per_expert",
+        "qwen3_moe_v4_rslora",
+    ];
+    let cases: Vec<String> = names.map(argument).into();
+    let mut arguments = vec!["verify", "--mixed", "--json", "--experts"];
+    arguments.extend(cases.iter().map(String::as_str));
+    let output = lora(&arguments);
+    assert_eq!(output.code, 0, "{}{}", output.out, output.err);
+    let json = output.json();
+    assert_eq!(json["base_rows"]["changed"], 0);
+    for case in json["cases"].as_array().expect("a list") {
+        let modules = case["modules"].as_array().expect("a list");
+        assert!(
+            modules.iter().any(|module| module["expert"] == 2),
+            "{}",
+            case["case"]
+        );
+    }
+}
+
+#[test]
 fn every_case_of_one_base_gives_the_same_alone_and_in_a_mixed_batch() {
     let names = ["llama_plain", "llama_rslora", "llama_patterns"];
     let cases: Vec<String> = names.map(argument).into();

@@ -26,9 +26,12 @@ pub mod verify;
 pub use error::CliError;
 
 use clap::{Parser, Subcommand};
+use indicatif::ProgressBar;
 use lora_runtime::config::Levers;
+use std::borrow::Cow;
 use std::ffi::OsString;
 use std::io::Write;
+use std::time::Duration;
 
 /// Where a command writes, and what it was told beside its arguments.
 pub struct Console<'a> {
@@ -51,6 +54,27 @@ impl<'a> Console<'a> {
             interactive: false,
             levers: Levers::default(),
         }
+    }
+}
+
+impl Console<'_> {
+    /// A bar over `length` steps where a person watches, else nothing.
+    pub(crate) fn bar(&self, length: u64) -> ProgressBar {
+        if self.interactive {
+            ProgressBar::new(length)
+        } else {
+            ProgressBar::hidden()
+        }
+    }
+
+    /// A moving sign that something goes on where a person watches, else nothing.
+    pub(crate) fn spinner(&self, message: impl Into<Cow<'static, str>>) -> ProgressBar {
+        if !self.interactive {
+            return ProgressBar::hidden();
+        }
+        let spinner = ProgressBar::new_spinner().with_message(message);
+        spinner.enable_steady_tick(Duration::from_millis(100));
+        spinner
     }
 }
 

@@ -8,6 +8,12 @@ use std::io::{IsTerminal, stderr, stdout};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    // Warnings of the libraries (a lever that was not understood, deltas left out), on standard error.
+    tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(stderr)
+        .without_time()
+        .init();
     let levers = match Levers::from_env(LEVER_PREFIX) {
         Ok(levers) => levers,
         Err(error) => {

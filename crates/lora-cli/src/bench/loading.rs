@@ -4,7 +4,7 @@ use super::median_us;
 use super::synthetic::Shape;
 use crate::commands::bench::Timing;
 use crate::{CliError, Console};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressStyle;
 use lora_runtime::config::{ModelSpec, ParseOptions, parse_peft_adapter_config};
 use lora_runtime::kernels::LoraBackend;
 use lora_runtime::weights::{AdapterStore, LoraAdapterInput, LoraWeights, PoolSpec, SlotTarget};
@@ -28,10 +28,7 @@ impl Synthetic {
     /// Those of the file system.
     pub fn write(shape: Shape, console: &Console<'_>) -> Result<Self, CliError> {
         let dir = tempfile::tempdir()?;
-        let bar = match console.interactive {
-            true => ProgressBar::new(shape.tensor_bytes()),
-            false => ProgressBar::hidden(),
-        };
+        let bar = console.bar(shape.tensor_bytes());
         if let Ok(style) = ProgressStyle::with_template("{bar:40} {bytes} of {total_bytes} written")
         {
             bar.set_style(style);

@@ -33,6 +33,7 @@ pub struct Options {
 /// Output that cannot be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
     let adapter = options.adapter.display().to_string();
+    let spinner = console.spinner(format!("auditing {adapter}"));
     let report = match read_model(&options.model) {
         Ok(model) => {
             let max_rank = options
@@ -49,6 +50,7 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
         }
         Err(error) => AuditReport::unknown_model(adapter.as_str(), &error),
     };
+    spinner.finish_and_clear();
     if options.json {
         serde_json::to_writer_pretty(&mut *console.out, &AuditJson::new(&adapter, &report))?;
         writeln!(console.out)?;

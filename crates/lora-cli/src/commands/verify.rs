@@ -4,7 +4,6 @@ use crate::options::{BackendArg, LoadOptions};
 use crate::report::{FindingJson, table, write_findings};
 use crate::verify::{BaseRows, Case, CaseResult, ModuleResult, Setup, verify_together};
 use crate::{Answer, CliError, Console};
-use indicatif::ProgressBar;
 use lora_runtime::open_backend;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -48,7 +47,7 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
         options: &options.load,
         levers: &levers,
     };
-    let progress = progress(cases.len() as u64, console);
+    let progress = console.bar(cases.len() as u64);
     let mut results: Vec<CaseResult> = vec![CaseResult::default(); cases.len()];
     let mut base = BaseRows::default();
     for group in groups(&cases, options.mixed) {
@@ -96,15 +95,6 @@ fn groups(cases: &[Case], mixed: bool) -> Vec<Vec<usize>> {
         }
     }
     groups
-}
-
-/// A bar where a person watches, else nothing.
-fn progress(cases: u64, console: &Console<'_>) -> ProgressBar {
-    if console.interactive {
-        ProgressBar::new(cases)
-    } else {
-        ProgressBar::hidden()
-    }
 }
 
 /// Everything that was found.
