@@ -70,9 +70,6 @@ fn bench(c: &mut Criterion) {
             b.iter_batched(fresh, run, BatchSize::PerIteration);
         });
         let input = adapter.input().with_report(&report);
-        group.bench_function(format!("rank_{rank}/stage"), |b| {
-            b.iter(|| weights.stage(&input).unwrap());
-        });
         let staged = || weights.stage(&input).unwrap();
         group.bench_function(format!("rank_{rank}/begin_to_visible"), |b| {
             let install = |staged| weights.pack_store_into_slot(SlotTarget::Slot(1), staged);

@@ -73,8 +73,9 @@ pub struct PoolBytes {
 impl PoolBytes {
     /// Slots, tables and expert region together.
     pub fn total(&self) -> u64 {
-        // Each part was checked against u64 by the layout that made it; so was their sum.
-        self.slots + self.tables + self.experts
+        self.slots
+            .saturating_add(self.tables)
+            .saturating_add(self.experts)
     }
 }
 

@@ -135,23 +135,26 @@ impl LoraWeights {
         let _span = tracing::debug_span!("lora_pack", adapter = adapter.name).entered();
         let shared = &self.shared;
         let image_bytes = image_bytes(&shared.layout, &report.pairs)?;
-        let with_tables = image_bytes + shared.layout.tables().image_bytes();
+        let with_tables = image_bytes
+            .checked_add(shared.layout.tables().image_bytes())
+            .ok_or(WeightsError::LayoutOverflow {
+                what: "a slot image",
+            })?;
         let mut staging = shared.staging.take(with_tables)?;
         let source = PackSource {
             store: adapter.store,
             pairs: &report.pairs,
         };
-        let packed = pack_adapter(source, &shared.layout, staging.bytes_mut());
-        let staged = StagedAdapter {
+        pack_adapter(source, &shared.layout, staging.bytes_mut())?;
+        Ok(StagedAdapter {
             shared: Arc::clone(shared),
             name: adapter.name.to_owned(),
             config: adapter.config.clone(),
             report: Arc::new(report),
             image_bytes,
-            staging: Some(staging),
+            staging,
             extension: adapter.extension.clone(),
-        };
-        packed.map(|()| staged)
+        })
     }
 
     /// Brings a staged adapter into a slot, waiting for the upload: begin, wait, commit. Returns the new pairs, to be
@@ -273,8 +276,8 @@ impl Shared {
     /// Unloads what a failed load has filled so far.
     fn discard_all(&self, loaded: &[Arc<AdapterSlot>]) {
         for adapter in loaded {
-            let step = self.states.lock().discard(adapter.slot);
-            if let UnloadStep::Retire(contents) = step
+            let step = self.states.lock().discard(adapter.slot, adapter.generation);
+            if let Some(UnloadStep::Retire(contents)) = step
                 && let Err(error) = self.retire(contents)
             {
                 tracing::warn!(slot = adapter.slot, %error, "tables of an unloaded slot were not zeroed");

@@ -183,7 +183,7 @@ impl Shared {
     /// Gives up a held slot that cannot be made whole again.
     pub(super) fn abandon(&self, contents: Contents) {
         let slot = contents.adapter.slot;
-        self.states.lock().forget(slot);
+        self.states.lock().retire_generation(slot);
         if let Err(error) = self.retire(contents) {
             tracing::warn!(slot, %error, "tables of an abandoned slot were not zeroed");
         }

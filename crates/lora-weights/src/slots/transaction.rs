@@ -1,218 +1,14 @@
 //! New contents for a slot, in three steps that the engine paces: stage (audit and pack, the device untouched), begin
 //! (reserve the slot, start the upload), commit (tables, then everything visible at once).
 
-use super::adapter::{AdapterSlot, Contents, SlotExtension};
-use super::shared::Shared;
-use super::state::{Reservation, SlotTarget};
-use super::units::UnitRuns;
+use super::adapter::{AdapterSlot, SlotExtension};
+use super::open::OpenSlot;
 use crate::device::{Completion, MemoryError, StagingBuffer};
-use crate::pack::{SlotPairs, place_pairs, unit_count};
-use crate::{AuditReport, UploadStage, WeightsError};
-use lora_config::AdapterConfig;
+use crate::{UploadStage, WeightsError};
 use std::sync::Arc;
 
-/// An audited adapter, packed into host memory: the image of a slot, ready to upload into any. Nothing on the device
-/// has been touched. Dropping it gives its staging buffer back for the next one.
-pub struct StagedAdapter {
-    pub(super) shared: Arc<Shared>,
-    pub(super) name: String,
-    pub(super) config: AdapterConfig,
-    pub(super) report: Arc<AuditReport>,
-    /// Bytes of the image; the table entries follow it in the buffer.
-    pub(super) image_bytes: usize,
-    /// Taken out by `begin` alone.
-    pub(super) staging: Option<Box<dyn StagingBuffer>>,
-    pub(super) extension: Option<Arc<dyn SlotExtension>>,
-}
-
-/// A refusal to begin, with the staged adapter where it can be tried again.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
-pub struct BeginError {
-    /// Why.
-    #[source]
-    pub error: WeightsError,
-    /// The adapter, still staged, where the refusal came before any write; `None` where an upload failed.
-    pub staged: Option<Box<StagedAdapter>>,
-}
-
-impl From<BeginError> for WeightsError {
-    fn from(refused: BeginError) -> Self {
-        refused.error
-    }
-}
-
-impl StagedAdapter {
-    /// Name it will have.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// What the audit saw.
-    pub fn report(&self) -> &AuditReport {
-        &self.report
-    }
-
-    /// Bytes that `begin` uploads.
-    pub fn image_bytes(&self) -> usize {
-        self.image_bytes
-    }
-
-    /// Vocabulary rows need an extension that applies them.
-    pub(super) fn check_extension(&self) -> Result<(), WeightsError> {
-        let tensors = self.report.overlays.len();
-        if tensors == 0 || self.extension.is_some() {
-            return Ok(());
-        }
-        Err(WeightsError::OverlayWithoutExtension {
-            adapter: self.name.clone(),
-            tensors,
-        })
-    }
-
-    /// Reserves a slot and starts the upload. From here on the slot's former adapter is gone: its table entries are
-    /// zeroed and its extension dropped before the first byte of the slot is written.
-    ///
-    /// # Errors
-    /// Having changed nothing: [`WeightsError::SlotOutOfRange`], [`SlotBusy`](WeightsError::SlotBusy),
-    /// [`SlotBeingWritten`](WeightsError::SlotBeingWritten),
-    /// [`RotationNotPermitted`](WeightsError::RotationNotPermitted), [`DuplicateName`](WeightsError::DuplicateName),
-    /// [`ExpertRegionFull`](WeightsError::ExpertRegionFull), [`Victim`](WeightsError::Victim).
-    /// [`WeightsError::Upload`] where an upload failed: the slot is a placeholder then.
-    pub fn begin(self, target: SlotTarget) -> Result<SlotTransaction, BeginError> {
-        let units = unit_count(&self.report.pairs);
-        let reserved = self.shared.states.lock().reserve(target, &self.name, units);
-        self.begin_reserved(reserved, false)
-    }
-
-    /// As [`begin`](Self::begin), into an empty slot at startup.
-    pub(super) fn begin_startup(
-        self,
-        slot: u32,
-        pinned: bool,
-    ) -> Result<SlotTransaction, BeginError> {
-        let units = unit_count(&self.report.pairs);
-        let reserved = self
-            .shared
-            .states
-            .lock()
-            .reserve_startup(slot, &self.name, units);
-        self.begin_reserved(reserved, pinned)
-    }
-
-    fn begin_reserved(
-        mut self,
-        reserved: Result<Reservation, WeightsError>,
-        pin: bool,
-    ) -> Result<SlotTransaction, BeginError> {
-        let reserved = match reserved {
-            Ok(reserved) => reserved,
-            Err(error) => {
-                let staged = Some(Box::new(self));
-                return Err(BeginError { error, staged });
-            }
-        };
-        let staging = self.staging.take();
-        let image_bytes = self.image_bytes;
-        let failed = |error| BeginError {
-            error,
-            staged: None,
-        };
-        let Reservation {
-            slot,
-            former,
-            clear_tables,
-            ..
-        } = reserved;
-        let mut open = OpenSlot {
-            shared: Arc::clone(&self.shared),
-            slot,
-            units: reserved.units,
-            extension: self.extension.take(),
-            open: true,
-        };
-        if let Some(extension) = former.and_then(|contents| contents.extension) {
-            extension.uninstall(slot);
-        }
-        let adapter = self
-            .adapter(slot, reserved.generation, &open.units)
-            .map_err(failed)?;
-        let shared = &self.shared;
-        // Never absent: only this function takes it, and it consumes the adapter.
-        let mut staging = match staging {
-            Some(staging) => staging,
-            None => shared
-                .staging
-                .take(image_bytes)
-                .map_err(|e| failed(e.into()))?,
-        };
-        if clear_tables {
-            staging = shared
-                .write_tables(slot, std::iter::empty(), staging, image_bytes)
-                .map_err(|source| failed(open.fail(UploadStage::ClearTables, source)))?;
-        }
-        let copies = shared.image_copies(slot, &open.units);
-        let upload = if copies.is_empty() {
-            Upload::Landed(staging)
-        } else {
-            let started = shared.memory.upload(staging, &copies);
-            Upload::Pending(
-                started.map_err(|source| failed(open.fail(UploadStage::Image, source)))?,
-            )
-        };
-        Ok(SlotTransaction {
-            upload,
-            open,
-            adapter: Arc::new(adapter),
-            image_bytes,
-            overlay_tensors: self.report.overlays.len(),
-            pin,
-        })
-    }
-
-    fn adapter(
-        &self,
-        slot: u32,
-        generation: u64,
-        units: &UnitRuns,
-    ) -> Result<AdapterSlot, WeightsError> {
-        let shared = &self.shared;
-        let SlotPairs { layers, experts } = place_pairs(
-            &self.report.pairs,
-            &shared.layout,
-            shared.slot_base(slot),
-            units.units().map(|unit| shared.unit_base(unit)),
-        )?;
-        Ok(AdapterSlot {
-            name: self.name.clone(),
-            slot,
-            generation,
-            config: self.config.clone(),
-            layers: layers.into(),
-            experts: experts.into(),
-            report: Arc::clone(&self.report),
-        })
-    }
-}
-
-impl Drop for StagedAdapter {
-    fn drop(&mut self) {
-        if let Some(staging) = self.staging.take() {
-            self.shared.staging.put(staging);
-        }
-    }
-}
-
-impl std::fmt::Debug for StagedAdapter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StagedAdapter")
-            .field("name", &self.name)
-            .field("image_bytes", &self.image_bytes)
-            .finish_non_exhaustive()
-    }
-}
-
-enum Upload {
+/// How far the image is.
+pub(super) enum Upload {
     Pending(Box<dyn Completion>),
     Landed(Box<dyn StagingBuffer>),
 }
@@ -221,13 +17,13 @@ enum Upload {
 /// routing, leases and transactions of other slots go on. Dropping it waits for the upload and leaves a placeholder.
 pub struct SlotTransaction {
     // Dropped first: an upload must have ended before the slot becomes anybody else's.
-    upload: Upload,
-    open: OpenSlot,
-    adapter: Arc<AdapterSlot>,
-    image_bytes: usize,
+    pub(super) upload: Upload,
+    pub(super) open: OpenSlot,
+    pub(super) adapter: Arc<AdapterSlot>,
+    pub(super) image_bytes: usize,
     /// Tensors that nothing but an extension applies.
-    overlay_tensors: usize,
-    pin: bool,
+    pub(super) overlay_tensors: usize,
+    pub(super) pin: bool,
 }
 
 impl SlotTransaction {
@@ -315,15 +111,12 @@ impl SlotTransaction {
         };
         let slot = open.slot;
         let shared = Arc::clone(&open.shared);
+        open.tables_are_zero = false;
         let staging = shared
             .write_tables(slot, shared.table_pairs(&adapter), staging, image_bytes)
             .map_err(|source| open.fail(UploadStage::Tables, source))?;
         shared.staging.put(staging);
-        if let Some(extension) = &open.extension
-            && let Err(source) = extension.install(slot)
-        {
-            return Err(open.fail_extension(source));
-        }
+        open.install()?;
         let contents = open.close(Arc::clone(&adapter));
         let mut states = shared.states.lock();
         states.publish(contents);
@@ -348,64 +141,5 @@ impl std::fmt::Debug for SlotTransaction {
             .field("slot", &self.open.slot)
             .field("adapter", &self.adapter.name)
             .finish_non_exhaustive()
-    }
-}
-
-/// A reserved slot. Unless it is closed into new contents it becomes a placeholder when dropped.
-struct OpenSlot {
-    shared: Arc<Shared>,
-    slot: u32,
-    units: UnitRuns,
-    extension: Option<Arc<dyn SlotExtension>>,
-    open: bool,
-}
-
-impl OpenSlot {
-    /// Makes the slot a placeholder after a failed upload, and says so.
-    fn fail(&mut self, stage: UploadStage, source: MemoryError) -> WeightsError {
-        // The image goes up with the entries already zero; in the other stages nothing is known of them.
-        self.vacate(stage != UploadStage::Image);
-        let slot = self.slot;
-        tracing::warn!(slot, %stage, error = %source, "slot transaction failed");
-        WeightsError::Upload {
-            slot,
-            stage,
-            source,
-        }
-    }
-
-    /// Makes the slot a placeholder after its extension failed to install.
-    fn fail_extension(&mut self, source: Box<dyn std::error::Error + Send + Sync>) -> WeightsError {
-        if let Some(extension) = self.extension.take() {
-            extension.uninstall(self.slot);
-        }
-        self.vacate(true);
-        let slot = self.slot;
-        tracing::warn!(slot, error = %source, "slot extension failed to install");
-        WeightsError::Extension { slot, source }
-    }
-
-    fn vacate(&mut self, clear_tables: bool) {
-        let stale = clear_tables && self.shared.clear_tables(self.slot).is_err();
-        let units = std::mem::take(&mut self.units);
-        self.shared.states.lock().vacate(self.slot, units, stale);
-        self.open = false;
-    }
-
-    fn close(&mut self, adapter: Arc<AdapterSlot>) -> Contents {
-        self.open = false;
-        Contents {
-            adapter,
-            units: std::mem::take(&mut self.units),
-            extension: self.extension.take(),
-        }
-    }
-}
-
-impl Drop for OpenSlot {
-    fn drop(&mut self) {
-        if self.open {
-            self.vacate(false);
-        }
     }
 }

@@ -6,7 +6,9 @@
 mod adapters;
 mod memory;
 mod observe;
+mod world;
 
 pub use adapters::{Adapter, Geometry, moe_model, tiny_model};
 pub use memory::TestMemory;
 pub use observe::{Recorder, SlotBytes, assert_placeholder, assert_serves};
+pub use world::{GIB, World, pool};

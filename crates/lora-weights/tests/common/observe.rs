@@ -142,6 +142,17 @@ pub struct Recorder {
 }
 
 impl Recorder {
+    /// An extension and what it writes down.
+    pub fn new(name: &'static str, fails: bool) -> (Arc<Self>, Arc<Mutex<Vec<String>>>) {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let recorder = Self {
+            name,
+            log: Arc::clone(&log),
+            fails,
+        };
+        (Arc::new(recorder), log)
+    }
+
     fn note(&self, what: &str) {
         self.log.lock().push(format!("{} {what}", self.name));
     }

@@ -1,0 +1,96 @@
+//! A slot between two contents.
+
+use super::adapter::{AdapterSlot, Contents, SlotExtension};
+use super::shared::Shared;
+use super::units::UnitRuns;
+use crate::device::MemoryError;
+use crate::{UploadStage, WeightsError};
+use std::sync::Arc;
+
+/// A reserved slot. Unless it is closed into new contents it becomes a placeholder when dropped, whatever happened in
+/// between: its table entries zeroed, its extension uninstalled, its units free.
+pub(super) struct OpenSlot {
+    pub(super) shared: Arc<Shared>,
+    pub(super) slot: u32,
+    pub(super) units: UnitRuns,
+    pub(super) extension: Option<Arc<dyn SlotExtension>>,
+    /// The slot's table entries are known to be zero.
+    pub(super) tables_are_zero: bool,
+    installed: bool,
+    open: bool,
+}
+
+impl OpenSlot {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        slot: u32,
+        units: UnitRuns,
+        tables_are_zero: bool,
+    ) -> Self {
+        Self {
+            shared,
+            slot,
+            units,
+            extension: None,
+            tables_are_zero,
+            installed: false,
+            open: true,
+        }
+    }
+
+    /// Makes the extension reachable.
+    pub(super) fn install(&mut self) -> Result<(), WeightsError> {
+        let Some(extension) = self.extension.clone() else {
+            return Ok(());
+        };
+        self.installed = true;
+        let slot = self.slot;
+        extension.install(slot).map_err(|source| {
+            self.vacate();
+            tracing::warn!(slot, error = %source, "slot extension failed to install");
+            WeightsError::Extension { slot, source }
+        })
+    }
+
+    /// Makes the slot a placeholder after a failed upload, and says so.
+    pub(super) fn fail(&mut self, stage: UploadStage, source: MemoryError) -> WeightsError {
+        self.vacate();
+        let slot = self.slot;
+        tracing::warn!(slot, %stage, error = %source, "slot transaction failed");
+        WeightsError::Upload {
+            slot,
+            stage,
+            source,
+        }
+    }
+
+    /// Hands over what the slot owns from now on.
+    pub(super) fn close(&mut self, adapter: Arc<AdapterSlot>) -> Contents {
+        self.open = false;
+        Contents {
+            adapter,
+            units: std::mem::take(&mut self.units),
+            extension: self.extension.take(),
+        }
+    }
+
+    fn vacate(&mut self) {
+        self.open = false;
+        if let Some(extension) = self.extension.take()
+            && self.installed
+        {
+            extension.uninstall(self.slot);
+        }
+        let stale = !self.tables_are_zero && self.shared.clear_tables(self.slot).is_err();
+        let units = std::mem::take(&mut self.units);
+        self.shared.states.lock().vacate(self.slot, units, stale);
+    }
+}
+
+impl Drop for OpenSlot {
+    fn drop(&mut self) {
+        if self.open {
+            self.vacate();
+        }
+    }
+}
