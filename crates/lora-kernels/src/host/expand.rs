@@ -63,24 +63,30 @@ impl<'a> RowsOfB<'a> {
     /// Granule `granule` of rows `16 * v..`, transposed: element `r` holds its rank `r`. Rows past the last are zeros.
     #[inline(always)]
     fn columns<S: Simd>(&self, simd: S, v: usize, granule: usize) -> [S::V; LANES] {
-        let first = (v * LANES * self.stride).min(self.granules.len());
-        let present = self.granules[first..].chunks(self.stride);
-        let mut rows = [&[bf16::ZERO; LANES]; LANES];
-        for (row, granules) in rows.iter_mut().zip(present) {
-            *row = &granules[granule];
+        let first = v * LANES * self.stride + granule;
+        let last = first + (LANES - 1) * self.stride;
+        if let Some(rows) = self.granules.get(first..=last) {
+            return simd.transpose(rows, self.stride);
         }
-        simd.transpose(rows)
+        let mut rows = [[bf16::ZERO; LANES]; LANES];
+        let present = self.granules.iter().skip(first).step_by(self.stride);
+        rows.iter_mut()
+            .zip(present)
+            .for_each(|(row, granule)| *row = *granule);
+        simd.transpose(&rows, 1)
     }
 }
 
-/// Widens and transposes rows of B, for several rows of a tile.
+/// Widens and transposes rows of B, for several rows of a tile. `block` gets whole granules: the columns up to the padded rank too.
 #[inline(always)]
 pub(super) fn transpose_block<S: Simd>(simd: S, b: RowsOfB<'_>, block: &mut [Columns]) {
+    let (granules, _) = block.as_chunks_mut::<LANES>();
+    let granules = &mut granules[..b.rank.div_ceil(LANES)];
     for v in 0..EXPAND_COLS / LANES {
-        for (granule, ranks) in block[..b.rank].chunks_mut(LANES).enumerate() {
+        for (granule, ranks) in granules.iter_mut().enumerate() {
             let columns = b.columns(simd, v, granule);
-            for (r, of_rank) in ranks.iter_mut().enumerate() {
-                of_rank[v] = simd.store(columns[r]);
+            for r in 0..LANES {
+                ranks[r][v] = simd.store(columns[r]);
             }
         }
     }

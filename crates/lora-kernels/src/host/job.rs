@@ -259,10 +259,9 @@ impl Delta {
                     fold_one_row(simd, &workspace.xa, rows_of_b, adapter.scale, out);
                     continue;
                 }
-                let block = &mut workspace.b[..adapter.rank];
-                transpose_block(simd, rows_of_b, block);
+                transpose_block(simd, rows_of_b, &mut workspace.b);
                 let block = BlockOfB {
-                    columns: block,
+                    columns: &workspace.b[..adapter.rank],
                     scale: adapter.scale,
                 };
                 self.fold_tile(simd, (site, tile), &workspace.xa, block, columns);

@@ -150,11 +150,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn transpose(self, rows: [&[bf16; LANES]; LANES]) -> [Self::V; LANES] {
+    fn transpose(self, rows: &[[bf16; LANES]], stride: usize) -> [Self::V; LANES] {
         let mut halves = [[self.0.avx._mm256_setzero_si256(); 8]; 2];
         for i in 0..8 {
-            halves[0][i] = cast(*rows[i]);
-            halves[1][i] = cast(*rows[i + 8]);
+            halves[0][i] = cast(rows[i * stride]);
+            halves[1][i] = cast(rows[(i + 8) * stride]);
         }
         let [top, bottom] = [self.transpose8(halves[0]), self.transpose8(halves[1])];
         let mut columns = [self.splat(0.0); LANES];

@@ -108,11 +108,12 @@ impl Simd for Avx512 {
     /// Two neighbouring BF16 travel as one 32-bit element: three rounds of pairwise shuffles transpose 8 rows of 8 such elements in
     /// each half of the registers, rows 0..8 in the low halves and 8..16 in the high ones.
     #[inline(always)]
-    fn transpose(self, rows: [&[bf16; LANES]; LANES]) -> [__m512; LANES] {
+    fn transpose(self, rows: &[[bf16; LANES]], stride: usize) -> [__m512; LANES] {
         let f = self.0.avx512f;
         let mut joined = [f._mm512_setzero_si512(); 8];
         for (i, pair) in joined.iter_mut().enumerate() {
-            let [upper, lower]: [__m256i; 2] = [cast(*rows[i]), cast(*rows[i + 8])];
+            let [upper, lower]: [__m256i; 2] =
+                [cast(rows[i * stride]), cast(rows[(i + 8) * stride])];
             *pair = f._mm512_inserti64x4::<1>(f._mm512_castsi256_si512(upper), lower);
         }
         let mut by2 = joined;

@@ -100,6 +100,6 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     /// The lanes as BF16. They must be BF16 values already, as [`round`](Self::round) gives them.
     fn narrow(self, v: Self::V) -> [bf16; LANES];
 
-    /// Element `r` holds column `r` of the 16 x 16 block that `rows` are the rows of.
-    fn transpose(self, rows: [&[bf16; LANES]; LANES]) -> [Self::V; LANES];
+    /// Element `r` holds column `r` of the 16 x 16 block whose row `n` is `rows[n * stride]`.
+    fn transpose(self, rows: &[[bf16; LANES]], stride: usize) -> [Self::V; LANES];
 }

@@ -70,8 +70,8 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn transpose(self, rows: [&[bf16; LANES]; LANES]) -> [Self::V; LANES] {
-        from_fn(|r| from_fn(|n| widen_one(rows[n][r])))
+    fn transpose(self, rows: &[[bf16; LANES]], stride: usize) -> [Self::V; LANES] {
+        from_fn(|r| from_fn(|n| widen_one(rows[n * stride][r])))
     }
 }
 

@@ -92,12 +92,16 @@ fn sums_and_products_are_those_of_the_portable_form() {
 #[test]
 fn transposing_puts_rows_into_columns() {
     fn check<S: Simd>(simd: S) {
-        let block: [[bf16; LANES]; LANES] =
-            std::array::from_fn(|n| std::array::from_fn(|r| bf16::from_f32((16 * n + r) as f32)));
-        let columns = simd.transpose(block.each_ref()).map(|v| simd.store(v));
-        for (r, column) in columns.iter().enumerate() {
-            for (n, value) in column.iter().enumerate() {
-                assert_eq!(*value, (16 * n + r) as f32);
+        for stride in [1, 3] {
+            let mut rows = [[bf16::NAN; LANES]; 3 * LANES];
+            for n in 0..LANES {
+                rows[n * stride] = std::array::from_fn(|r| bf16::from_f32((16 * n + r) as f32));
+            }
+            let columns = simd.transpose(&rows, stride).map(|v| simd.store(v));
+            for (r, column) in columns.iter().enumerate() {
+                for (n, value) in column.iter().enumerate() {
+                    assert_eq!(*value, (16 * n + r) as f32);
+                }
             }
         }
     }
