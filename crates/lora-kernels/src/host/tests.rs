@@ -163,77 +163,43 @@ fn large_uploads_land_whole() {
     assert_eq!(buffer.download::<u32>(0, 1 << 20).unwrap(), values);
 }
 
+/// Changes a copy of four rows of 8 bytes, 16 bytes apart in the destination.
+type Change = fn(&mut UploadCopy);
+
 #[test]
 fn bad_copies_are_refused() {
     let backend: Arc<HostBackend> = Arc::new(HostBackend::new());
     let buffer = DeviceBuffer::zeroed(backend.clone(), 64).unwrap();
-    let good = UploadCopy {
-        src_offset: 0,
-        src_stride: 8,
-        dst: buffer.ptr(),
-        dst_stride: 16,
-        row_bytes: 8,
-        rows: 4,
+    let upload = |change: Change| {
+        let mut copy = UploadCopy {
+            src_offset: 0,
+            src_stride: 8,
+            dst: buffer.ptr(),
+            dst_stride: 16,
+            row_bytes: 8,
+            rows: 4,
+        };
+        change(&mut copy);
+        match backend.upload(backend.stage(32).unwrap(), &[copy]) {
+            Ok(_) => "done",
+            Err(MemoryError::BadCopy { side, .. }) => side,
+            Err(MemoryError::OutOfBounds { .. }) => "outside",
+            Err(error) => panic!("{error}"),
+        }
     };
-    let upload = |copy| {
-        backend
-            .upload(backend.stage(32).unwrap(), &[copy])
-            .map(|_| ())
-    };
-    upload(good).unwrap();
-    let side = |copy| match upload(copy) {
-        Err(MemoryError::BadCopy { side, .. }) => side,
-        Err(MemoryError::OutOfBounds { .. }) => "outside",
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(
-        side(UploadCopy {
-            src_offset: 1,
-            ..good
-        }),
-        "source"
-    );
-    assert_eq!(
-        side(UploadCopy {
-            src_stride: usize::MAX,
-            ..good
-        }),
-        "source"
-    );
-    assert_eq!(
-        side(UploadCopy {
-            dst_stride: 7,
-            ..good
-        }),
-        "destination"
-    );
-    assert_eq!(
-        side(UploadCopy {
-            dst_stride: usize::MAX,
-            ..good
-        }),
-        "destination"
-    );
-    assert_eq!(
-        side(UploadCopy {
-            dst_stride: 19,
-            ..good
-        }),
-        "outside"
-    );
-    assert_eq!(
-        side(UploadCopy {
-            dst: DevicePtr(64),
-            ..good
-        }),
-        "outside"
-    );
-    upload(UploadCopy {
-        rows: 0,
-        dst: DevicePtr(64),
-        ..good
-    })
-    .unwrap();
+    let changes: [(&str, Change); 8] = [
+        ("done", |_| ()),
+        ("done", |copy| (copy.rows, copy.dst) = (0, DevicePtr(64))),
+        ("source", |copy| copy.src_offset = 1),
+        ("source", |copy| copy.src_stride = usize::MAX),
+        ("destination", |copy| copy.dst_stride = 7),
+        ("destination", |copy| copy.dst_stride = usize::MAX),
+        ("outside", |copy| copy.dst_stride = 19),
+        ("outside", |copy| copy.dst = DevicePtr(64)),
+    ];
+    for (index, (expected, change)) in changes.into_iter().enumerate() {
+        assert_eq!(upload(change), expected, "{index}");
+    }
 }
 
 #[test]

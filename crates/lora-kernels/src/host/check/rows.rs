@@ -4,6 +4,7 @@ use super::bad_index;
 use crate::host::job::{Position, TileJob};
 use crate::host::memory::Arena;
 use crate::{DeltaParams, KernelError, Operand, Tile};
+use std::borrow::Cow;
 
 /// A tile of the pass, with its table entry.
 pub(super) struct Routed {
@@ -16,48 +17,13 @@ pub(super) fn route(
     arena: &Arena,
     params: &DeltaParams,
 ) -> Result<(Vec<Routed>, Vec<Position>), KernelError> {
-    let implied;
-    let tiles: &[Tile] = if params.tiles == 0 {
-        implied = implied_tiles(params);
-        &implied
-    } else {
-        let count = arena.list::<u32>(Operand::shared("tile count"), params.tile_count, 1)?[0];
-        if count > params.max_tiles {
-            let limit = u64::from(params.max_tiles) + 1;
-            return Err(bad_index(
-                Operand::shared("tile count"),
-                0,
-                count.into(),
-                limit,
-            ));
-        }
-        arena.list(Operand::shared("tiles"), params.tiles, count.into())?
-    };
+    let tiles = tiles(arena, params)?;
+    check_tiles(params, &tiles)?;
     let maps = Maps::new(arena, params)?;
     let mut routed = Vec::with_capacity(tiles.len());
     let mut positions = Vec::new();
     let pass = params.pass_first..params.pass_first.saturating_add(params.pass_rows);
-    let mut free = 0_u64;
-    for (tile, index) in tiles.iter().zip(0_u64..) {
-        let operand = Operand::shared("tiles");
-        if tile.count == 0 || tile.count > params.tile_rows {
-            return Err(bad_index(
-                operand,
-                index,
-                tile.count.into(),
-                u64::from(params.tile_rows) + 1,
-            ));
-        }
-        let end = u64::from(tile.first) + u64::from(tile.count);
-        if u64::from(tile.first) < free || end > params.rows.into() {
-            return Err(bad_index(
-                operand,
-                index,
-                tile.first.into(),
-                params.rows.into(),
-            ));
-        }
-        free = end;
+    for tile in tiles.iter() {
         if tile.entry >= params.slots || !pass.contains(&tile.first) {
             continue;
         }
@@ -75,6 +41,39 @@ pub(super) fn route(
     }
     check_distinct(&routed, &positions)?;
     Ok((routed, positions))
+}
+
+/// The list, or where there is none the tiles it stands for.
+fn tiles<'a>(arena: &'a Arena, params: &DeltaParams) -> Result<Cow<'a, [Tile]>, KernelError> {
+    if params.tiles == 0 {
+        return Ok(implied_tiles(params).into());
+    }
+    let operand = Operand::shared("tile count");
+    let count = arena.list::<u32>(operand, params.tile_count, 1)?[0];
+    if count > params.max_tiles {
+        let limit = u64::from(params.max_tiles) + 1;
+        return Err(bad_index(operand, 0, count.into(), limit));
+    }
+    let tiles = arena.list(Operand::shared("tiles"), params.tiles, count.into())?;
+    Ok(tiles.into())
+}
+
+/// Refuses tiles that are empty, too large, out of order or not within the rows: positions of different tiles are different.
+fn check_tiles(params: &DeltaParams, tiles: &[Tile]) -> Result<(), KernelError> {
+    let operand = Operand::shared("tiles");
+    let mut free = 0_u64;
+    for (tile, index) in tiles.iter().zip(0_u64..) {
+        let (first, count) = (u64::from(tile.first), u64::from(tile.count));
+        if count == 0 || count > params.tile_rows.into() {
+            let limit = u64::from(params.tile_rows) + 1;
+            return Err(bad_index(operand, index, count, limit));
+        }
+        if first < free || first + count > params.rows.into() {
+            return Err(bad_index(operand, index, first, params.rows.into()));
+        }
+        free = first + count;
+    }
+    Ok(())
 }
 
 /// Tiles of consecutive rows, where no list is given.
