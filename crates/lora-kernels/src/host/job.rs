@@ -92,7 +92,13 @@ pub(super) struct DeltaJob<S> {
 
 impl<S: Simd> DeltaJob<S> {
     pub(super) fn new(simd: S, delta: Delta, threads: usize) -> Self {
-        let parts = delta.tiles.iter().enumerate().flat_map(|(tile, job)| {
+        let adapted = |tile: usize| delta.sites.iter().any(|site| site.adapters[tile].is_some());
+        let tiles = delta
+            .tiles
+            .iter()
+            .enumerate()
+            .filter(|&(tile, _)| adapted(tile));
+        let parts = tiles.flat_map(|(tile, job)| {
             let rows = job.positions.len();
             let starts = (0..rows).step_by(SHRINK_ROWS);
             starts.map(move |at| (tile, at..rows.min(at + SHRINK_ROWS)))
