@@ -52,6 +52,21 @@ pub fn index() -> Vec<IndexEntry> {
         .collect()
 }
 
+/// Whether this machine has a CUDA device that tests can run on. Says that the test called `test` is skipped, and why,
+/// where it has none.
+///
+/// # Panics
+/// Where there is none and `LORA_REQUIRE_CUDA` is 1, as on a machine that is there to run these tests.
+pub fn has_cuda(test: &str) -> bool {
+    let Err(missing) = lora_runtime::open_backend(lora_runtime::config::BackendKind::Cuda) else {
+        return true;
+    };
+    let required = std::env::var("LORA_REQUIRE_CUDA").is_ok_and(|value| value == "1");
+    assert!(!required, "{test}: {missing}");
+    eprintln!("skipped {test}: {missing}");
+    false
+}
+
 /// What a command line gave.
 #[derive(Debug)]
 pub struct CommandOutput {

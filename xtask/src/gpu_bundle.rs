@@ -9,15 +9,17 @@ use cargo_metadata::{Message, TargetKind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Packages whose tests and benches touch a GPU where there is one.
-const PACKAGES: [&str; 6] = [
+/// Packages whose tests and benches touch a GPU where there is one, and the command line tool's.
+const PACKAGES: [&str; 5] = [
     "lora-kernels",
     "lora-moe",
     "lora-overlay",
-    "lora-runtime",
     "lora-cli",
     "lora-tests",
 ];
+
+/// Of these the bundle takes the executable alone: their tests need no GPU.
+const TOOLS: [&str; 1] = ["lora-cli"];
 
 /// Bytes above which the bundle is no longer easy to carry.
 const LARGEST: u64 = 50 << 20;
@@ -83,22 +85,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<()> {
         std::fs::remove_dir_all(&bundle)?;
     }
     std::fs::create_dir_all(bundle.join("bin"))?;
-    let mut executables = build(
-        root,
-        &[
-            "test",
-            "--no-run",
-            "--release",
-            "--lib",
-            "--bins",
-            "--tests",
-        ],
-        "test-",
-    )?;
-    if !args.no_benches {
-        executables.extend(build(root, &["bench", "--no-run", "--benches"], "bench-")?);
-    }
-    executables.extend(build(root, &["build", "--release", "--bins"], "")?);
+    let executables = build(root, args)?;
     for executable in &executables {
         let to = bundle.join("bin").join(&executable.name);
         std::fs::copy(&executable.path, &to)?;
@@ -119,13 +106,20 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs cargo and gives the executables that it reports, named `prefix` + package + target.
-fn build(root: &Path, arguments: &[&str], prefix: &str) -> Result<Vec<Executable>> {
+/// Builds everything in one go, so that no crate is built for two sets of features, and gives what is to be carried.
+fn build(root: &Path, args: &Args) -> Result<Vec<Executable>> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command
-        .current_dir(root)
-        .args(arguments)
-        .arg("--message-format=json-render-diagnostics");
+    command.current_dir(root).args([
+        "build",
+        "--release",
+        "--lib",
+        "--bins",
+        "--tests",
+        "--message-format=json-render-diagnostics",
+    ]);
+    if !args.no_benches {
+        command.arg("--benches");
+    }
     for package in PACKAGES {
         command.args(["--package", package]);
     }
@@ -133,24 +127,8 @@ fn build(root: &Path, arguments: &[&str], prefix: &str) -> Result<Vec<Executable
     let stdout = cargo.stdout.take().context("cargo's output")?;
     let mut found = Vec::new();
     for message in Message::parse_stream(std::io::BufReader::new(stdout)) {
-        let Message::CompilerArtifact(artifact) = message? else {
-            continue;
-        };
-        let Some(path) = &artifact.executable else {
-            continue;
-        };
-        // `cargo test` also builds the binaries that integration tests run, and `cargo bench` tests of binaries.
-        let is_bench = artifact.target.kind.contains(&TargetKind::Bench);
-        let wanted = match prefix {
-            "test-" => artifact.profile.test,
-            "bench-" => is_bench,
-            _ => true,
-        };
-        if wanted {
-            found.push(Executable {
-                name: executable_name(prefix, &artifact),
-                path: path.clone().into(),
-            });
+        if let Message::CompilerArtifact(artifact) = message? {
+            found.extend(executable(&artifact)?);
         }
     }
     let status = cargo.wait()?;
@@ -160,22 +138,43 @@ fn build(root: &Path, arguments: &[&str], prefix: &str) -> Result<Vec<Executable
     Ok(found)
 }
 
-/// A name that says what it is: `test-lora-kernels-dense`, `bench-lora-kernels-delta`, `lora`.
-fn executable_name(prefix: &str, artifact: &cargo_metadata::Artifact) -> String {
-    if prefix.is_empty() {
-        return artifact.target.name.clone();
-    }
+/// What the bundle carries of one artifact, under a name that says what it is: `test-lora-kernels`,
+/// `bench-lora-kernels-group-rows`, `lora`.
+fn executable(artifact: &cargo_metadata::Artifact) -> Result<Option<Executable>> {
+    let Some(path) = artifact.executable.clone().map(PathBuf::from) else {
+        return Ok(None);
+    };
     let folder = artifact
         .manifest_path
         .parent()
         .and_then(|p| p.file_name())
         .unwrap_or("");
     let target = artifact.target.name.replace('_', "-");
-    if target == folder {
+    let is_bench = artifact.target.kind.contains(&TargetKind::Bench);
+    let prefix = match artifact.profile.test {
+        true if TOOLS.contains(&folder) => return Ok(None),
+        true if is_bench => "bench-",
+        true if has_tests(&path)? => "test-",
+        true => return Ok(None),
+        false => return Ok(Some(Executable { name: target, path })),
+    };
+    let name = if target == folder {
         format!("{prefix}{folder}")
     } else {
         format!("{prefix}{folder}-{target}")
-    }
+    };
+    Ok(Some(Executable { name, path }))
+}
+
+/// Whether a test executable has any test in it.
+fn has_tests(path: &Path) -> Result<bool> {
+    let output = Command::new(path)
+        .arg("--list")
+        .output()
+        .with_context(|| path.display().to_string())?;
+    Ok(String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .any(|line| line.ends_with(": test")))
 }
 
 /// Removes symbols and debug information.

@@ -1,6 +1,6 @@
 //! `lora verify` on real adapters: what must pass passes, and what is off is seen.
 
-use lora_tests::{CaseCopy, case_dir, index, lora};
+use lora_tests::{CaseCopy, case_dir, has_cuda, index, lora};
 
 /// Loaded only with something that this version does not apply, and refused by this reason.
 const NOT_APPLIED: [(&str, &str); 9] = [
@@ -30,19 +30,18 @@ fn verify(case: &str, more: &[&str]) -> lora_tests::CommandOutput {
     lora(&arguments)
 }
 
-#[test]
-fn every_ok_case_that_this_version_applies_matches_peft() {
+/// Verifies every case that this version applies and gives the number of modules compared.
+fn verify_every_ok_case(backend: &str) -> usize {
     let mut compared = 0;
     for case in index().into_iter().filter(|case| case.is_ok()) {
         if NOT_APPLIED.iter().any(|(name, _)| *name == case.name) {
             continue;
         }
-        let more: &[&str] = if case.name == "name_no_prefix" {
-            &["--accept-bare-names"]
-        } else {
-            &[]
-        };
-        let output = verify(&argument(&case.name), more);
+        let mut more = vec!["--backend", backend];
+        if case.name == "name_no_prefix" {
+            more.push("--accept-bare-names");
+        }
+        let output = verify(&argument(&case.name), &more);
         assert_eq!(
             output.code, 0,
             "{}: {}{}",
@@ -52,7 +51,26 @@ fn every_ok_case_that_this_version_applies_matches_peft() {
             .as_array()
             .map_or(0, Vec::len);
     }
+    compared
+}
+
+#[test]
+fn every_ok_case_that_this_version_applies_matches_peft() {
+    let compared = verify_every_ok_case("host");
     assert!(compared > 240, "only {compared} modules were compared");
+}
+
+#[test]
+fn every_ok_case_matches_peft_on_cuda_alone_and_mixed() {
+    if !has_cuda("every_ok_case_matches_peft_on_cuda_alone_and_mixed") {
+        return;
+    }
+    assert!(verify_every_ok_case("cuda") > 240);
+    let cases = ["llama_plain", "llama_rslora", "llama_patterns"].map(argument);
+    let mut arguments = vec!["verify", "--mixed", "--backend", "cuda"];
+    arguments.extend(cases.iter().map(String::as_str));
+    let output = lora(&arguments);
+    assert_eq!(output.code, 0, "{}{}", output.out, output.err);
 }
 
 #[test]

@@ -1,0 +1,6 @@
+//! The command line in process, over the recorded adapters. One executable, so that it is linked and carried once.
+
+mod audit;
+mod docs;
+mod plan;
+mod verify;
