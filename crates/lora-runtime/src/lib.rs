@@ -13,6 +13,7 @@ mod error;
 mod layers;
 mod metrics;
 mod options;
+mod report;
 mod runtime;
 mod sites;
 
@@ -26,7 +27,8 @@ pub use layers::{
 };
 pub use metrics::Metrics;
 pub use options::{RuntimeOptions, launch_options, load_policy, module_set, whole_adapter_units};
-pub use runtime::{LoraRuntime, ResidentReport, RuntimeReport, plan_scratch};
+pub use report::{ResidentReport, RuntimeReport};
+pub use runtime::{LoraRuntime, plan_scratch};
 pub use sites::ModuleOut;
 
 pub use lora_config as config;

@@ -1,0 +1,155 @@
+//! Adapters come, go and are counted.
+
+use crate::{adapter, model, rotating, routed_q, runtime};
+use lora_runtime::config::RuntimeConfig;
+use lora_runtime::weights::{BASE_ADAPTER_ID, BASE_SLOT, Unloaded, WeightsError};
+use lora_runtime::{LoraRuntime, RuntimeError, RuntimeOptions};
+use lora_tests::case_dir;
+
+#[test]
+fn promotion_evicts_and_every_verb_is_counted() {
+    let runtime = runtime("llama_plain", RuntimeOptions::new(2, 16));
+    runtime
+        .load(&[adapter(&runtime, "llama_plain")])
+        .expect("loads");
+    assert_eq!(
+        runtime
+            .promote(&adapter(&runtime, "llama_rslora"))
+            .expect("a cache slot is free")
+            .slot(),
+        1
+    );
+    let refused = runtime
+        .promote(&adapter(&runtime, "bad_nan"))
+        .expect_err("holds a NaN");
+    assert!(
+        matches!(
+            &refused,
+            RuntimeError::Weights(WeightsError::Refused { .. })
+        ),
+        "{refused}"
+    );
+    let evicting = runtime
+        .promote(&adapter(&runtime, "llama_patterns"))
+        .expect("the other one is idle");
+    assert_eq!(
+        (evicting.slot(), runtime.weights().slot_of("llama_rslora")),
+        (1, None)
+    );
+    let held = runtime.lease(1).expect("slot 1 is filled");
+    assert!(
+        runtime.promote(&adapter(&runtime, "llama_rslora")).is_err(),
+        "the only cache slot is held"
+    );
+    assert_eq!(held.adapter_id(), runtime.adapter_id(1));
+    drop(held);
+    assert!(matches!(runtime.unload(1), Ok(Unloaded::Freed(_))));
+    let metrics = runtime.metrics();
+    assert_eq!(
+        (
+            metrics.loads,
+            metrics.promotions,
+            metrics.evictions,
+            metrics.unloads
+        ),
+        (3, 2, 1, 1)
+    );
+    assert_eq!(metrics.refusals, 2);
+    assert_eq!(metrics.refusal_reasons.get("non-finite-weights"), Some(&1));
+    assert!(metrics.bytes >= 3 * runtime.report().pool.slot);
+}
+
+#[test]
+fn rotation_waits_for_the_old_active_slot_and_needs_permission() {
+    let runtime = runtime("llama_plain", rotating());
+    runtime
+        .load(&["llama_plain", "llama_rslora"].map(|case| adapter(&runtime, case)))
+        .expect("loads");
+    let held = runtime.lease(-1).expect("slot 0 is active");
+    assert!(matches!(
+        runtime.rotate(1),
+        Err(RuntimeError::Weights(WeightsError::SlotBusy {
+            slot: 0,
+            ..
+        }))
+    ));
+    drop(held);
+    runtime.rotate(1).expect("nobody holds slot 0");
+    assert_eq!(runtime.metrics().rotations, 1);
+    let fixed = crate::runtime("llama_plain", RuntimeOptions::new(2, 16));
+    fixed
+        .load(&["llama_plain", "llama_rslora"].map(|case| adapter(&fixed, case)))
+        .expect("loads");
+    assert!(matches!(
+        fixed.rotate(1),
+        Err(RuntimeError::Weights(
+            WeightsError::RotationNotPermitted { .. }
+        ))
+    ));
+}
+
+#[test]
+fn swap_changes_the_identity_of_the_slot_and_nothing_else() {
+    let runtime = runtime("llama_plain", rotating());
+    runtime
+        .load(&["llama_plain", "llama_rslora"].map(|case| adapter(&runtime, case)))
+        .expect("loads");
+    let (first, second) = (runtime.adapter_id(0), runtime.adapter_id(1));
+    let other_rows = routed_q(&runtime, &[1; 2]);
+    runtime
+        .swap(0, &adapter(&runtime, "llama_plain"))
+        .expect("the same adapter again, as an RL step does");
+    assert_ne!(runtime.adapter_id(0), first);
+    assert_eq!(runtime.adapter_id(1), second);
+    assert_eq!(runtime.adapter_id(BASE_SLOT), BASE_ADAPTER_ID);
+    assert_eq!(routed_q(&runtime, &[1; 2]), other_rows);
+    assert_eq!(runtime.metrics().swaps, 1);
+}
+
+#[test]
+fn lora_toml_sets_up_a_whole_runtime() {
+    let path = |case: &str| case_dir(case).join("adapter").display().to_string();
+    let text = format!(
+        "max_loras = 3\nmax_rank = 8\n[levers]\nrotate = true\n\
+         [[adapters]]\nname = \"plain\"\npath = {:?}\n[[adapters]]\nname = \"rs\"\npath = {:?}\npinned = false\n",
+        path("llama_plain"),
+        path("llama_rslora"),
+    );
+    let config = RuntimeConfig::from_toml(&text).expect("valid");
+    let runtime = LoraRuntime::from_config(&config, model("llama_plain")).expect("sets up");
+    let report = runtime.report();
+    let residents: Vec<(u32, &str, bool)> = report
+        .adapters
+        .iter()
+        .map(|adapter| (adapter.slot, adapter.name.as_str(), adapter.pinned))
+        .collect();
+    assert_eq!(residents, [(0, "plain", true), (1, "rs", false)]);
+    assert_eq!(
+        (
+            report.active,
+            report.adapters[0].dense_pairs,
+            report.adapters[0].applied
+        ),
+        (Some(0), 14, 28)
+    );
+    runtime.rotate(1).expect("the lever permits it");
+}
+
+#[test]
+fn adapter_that_cannot_be_opened_is_named() {
+    let runtime = runtime("llama_plain", RuntimeOptions::new(1, 16));
+    let missing = runtime
+        .adapter("gone", std::path::Path::new("/no/such/folder"))
+        .expect_err("is not there");
+    assert!(
+        missing.to_string().contains("gone") && missing.to_string().contains("/no/such/folder"),
+        "{missing}"
+    );
+    let refused = runtime
+        .adapter("zero", &case_dir("bad_r_zero").join("adapter"))
+        .expect_err("rank 0");
+    assert!(
+        refused.to_string().contains("zero") && refused.to_string().contains("config-r"),
+        "{refused}"
+    );
+}
