@@ -1,6 +1,6 @@
 //! What an engine installs on its layers, and what is refused.
 
-use crate::{adapter, bits, matrix, model, runtime};
+use crate::{adapter, bits, matrix, runtime};
 use lora_runtime::kernels::{Applied, LoraFfnWeights, LoraRows, LoraSite, Stream};
 use lora_runtime::weights::{LoraModule, ModuleSet};
 use lora_runtime::{
