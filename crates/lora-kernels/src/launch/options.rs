@@ -65,7 +65,9 @@ impl LaunchOptions {
     }
 }
 
-/// A backend with its kernels resolved, and how to launch them. Cheap to clone; one for an engine.
+/// A backend and how to launch on it. Cheap to clone; one for an engine.
+///
+/// Backends resolve every kernel when they are made, so a missing one is an error there and never at a launch.
 #[derive(Clone)]
 pub struct LoraKernels {
     backend: Arc<dyn LoraBackend>,
