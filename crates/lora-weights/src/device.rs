@@ -87,9 +87,9 @@ pub struct MemoryInfo {
 
 /// Host memory that uploads read from: pinned where the backend has pinned memory.
 pub trait StagingBuffer: Send {
-    /// The bytes, zero when new.
+    /// The bytes, zero when new, at an address that is a multiple of 8.
     fn bytes(&self) -> &[u8];
-    /// The bytes, to fill.
+    /// The same bytes, to fill.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 

@@ -234,7 +234,8 @@ pub enum WeightsError {
 
     /// A staging buffer that cannot hold a slot image.
     #[error(
-        "staging buffer of {bytes} bytes at alignment {alignment} cannot hold an image of {needed} bytes at alignment 16"
+        "staging buffer of {bytes} bytes, {alignment}-byte aligned, cannot hold an image of {needed} bytes of BF16, which needs 2-byte \
+         alignment"
     )]
     BadStaging {
         /// Its bytes.
