@@ -1,8 +1,4 @@
 //! Packing: an audited adapter's values into the host image of one slot.
-//!
-//! An image is what goes to the device as it is: the slot ([`PoolLayout`]), then one unit of the expert region for each
-//! router or expert pair in (layer, target) order. It does not depend on the slot it will be uploaded into. Every byte
-//! is written, pads and unadapted modules as zero, so that a recycled staging buffer leaves no trace.
 
 use crate::device::{DevicePtr, LoraPair};
 use crate::layout::{ELEMENT_BYTES, unit_b_offset};
@@ -42,6 +38,10 @@ pub fn image_bytes(layout: &PoolLayout, pairs: &[AuditedPair]) -> Result<usize, 
 
 /// Packs an adapter into `image` on rayon's current thread pool: F16 and F32 become BF16 (nearest even), A's rows are
 /// contiguous, B's rows lie at the padded rank, everything else is zero.
+///
+/// An image is what goes to the device as it is: the slot ([`PoolLayout`]), then one unit of the expert region for each
+/// router or expert pair in (layer, target) order. It does not depend on the slot it will be uploaded into. Every byte is
+/// written, pads and unadapted modules as zero, so that a recycled staging buffer leaves no trace.
 ///
 /// `image` is [`image_bytes`] long or longer (the rest is left alone) and at least 2-byte aligned.
 ///

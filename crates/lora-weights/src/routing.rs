@@ -1,12 +1,12 @@
 //! Which adapter a row follows: requests, slots and row maps, as pure functions.
-//!
-//! A request names its adapter by one `i32`: a slot number, any other negative number for the active slot, or
-//! [`BASE_SLOT`] for the base model. In a row map, which is what reaches the device, `-1` means no delta and nothing else
-//! is negative: the two languages meet only in [`build_seq_slot_host`] and [`uniform_seq_slots`].
 
 use crate::WeightsError;
 
 /// The request for the base model: no adapter, whatever is active.
+///
+/// A request names its adapter by one `i32`: a slot number, any other negative number for the active slot, or this. A row
+/// map, which is what reaches the device, speaks another language: slot numbers, and [`NO_DELTA`] for no adapter. The two
+/// meet only in [`build_seq_slot_host`] and [`uniform_seq_slots`].
 pub const BASE_SLOT: i32 = i32::MIN;
 
 /// A row without a delta.

@@ -1,10 +1,5 @@
 //! Where everything lies: one walk over layers and modules gives a slot's regions, the device tables and the expert
 //! region their places. Pure arithmetic, checked in 64 bits; nothing is allocated here.
-//!
-//! A slot is the concatenation, layers ascending and modules in [`ModuleSet::iter`](crate::ModuleSet::iter) order where
-//! the layer has them, of A (`[padded rank, in]`) and B (`[out, padded rank]`), both BF16 and row-major. The padded rank
-//! is a multiple of [`RANK_GRANULE`](crate::RANK_GRANULE), so that every region starts and ends on a 32-byte boundary
-//! without filler, and all slots are equal.
 
 mod experts;
 mod tables;
@@ -80,6 +75,11 @@ impl PoolBytes {
 }
 
 /// The layout of a pool: a pure function of model and pool spec.
+///
+/// A slot is the concatenation, layers ascending and modules in [`ModuleSet::iter`](crate::ModuleSet::iter) order where
+/// the layer has them, of A (`[padded rank, in]`) and B (`[out, padded rank]`), both BF16 and row-major. The padded rank is
+/// a multiple of [`RANK_GRANULE`](crate::RANK_GRANULE), so that every region starts and ends on a 32-byte boundary without
+/// filler, and all slots are equal and adjacent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolLayout {
     regions: Vec<ModuleRegion>,
@@ -193,7 +193,7 @@ impl PoolLayout {
 /// Bytes of one slot: the end of the walk over layers and modules.
 ///
 /// # Errors
-/// As [`PoolLayout::new`].
+/// [`WeightsError::LayoutOverflow`] where it does not fit.
 pub fn pool_slot_bytes(model: &ModelSpec, pool: &PoolSpec) -> Result<u64, WeightsError> {
     Ok(walk(model, pool)?.1)
 }
@@ -201,7 +201,7 @@ pub fn pool_slot_bytes(model: &ModelSpec, pool: &PoolSpec) -> Result<u64, Weight
 /// The regions of a slot, in address order.
 ///
 /// # Errors
-/// As [`PoolLayout::new`].
+/// [`WeightsError::LayoutOverflow`] where an offset does not fit.
 pub fn module_slot_offsets(
     model: &ModelSpec,
     pool: &PoolSpec,

@@ -1,21 +1,4 @@
 //! Adapters in slots: load, promote, swap, rotate, unload, and the references that requests hold.
-//!
-//! [`LoraWeights`] owns the device memory of a pool and the rules of slot life:
-//!
-//! - **load** fills slots `0..n` at startup; slot 0 is active. Startup slots are pinned unless asked otherwise. The rest
-//!   are placeholders and serve as the promotion cache.
-//! - **promote** brings an adapter into a cache slot: the first empty one, else the least recently used one that no
-//!   request holds.
-//! - **swap** brings new contents into a named slot, also under the same name (an RL step).
-//! - **rotate** makes another slot active.
-//! - **unload** makes a slot a placeholder, at once or when its last reference is gone.
-//!
-//! Changing what is active, or the contents of a pinned or the active slot, needs
-//! [`LoadPolicy::allow_rotation`](crate::LoadPolicy); promotion does not, and takes neither.
-//!
-//! Threads: routes are values fixed for life and need no lock; everything else takes one lock for a few instructions.
-//! Packing, uploads and frees run outside it, on a slot that is reserved meanwhile, so that nothing waits for another
-//! slot's transaction.
 
 mod adapter;
 mod lease;
@@ -96,8 +79,27 @@ pub enum Released {
     },
 }
 
-/// A pool of adapters on a device. A cheap handle: clones share the pool, whose device memory is freed with the last
-/// handle, lease and transaction.
+/// A pool of adapters on a device, and the rules by which they come and go.
+///
+/// - **load** fills slots `0..n` at startup; slot 0 is active. Startup slots are pinned unless asked otherwise. The rest
+///   are placeholders and serve as the promotion cache.
+/// - **promote** brings an adapter into a cache slot: the first empty one, else the least recently used one that no
+///   request holds ([`select_victim_slot`]). Neither pinned slots nor the active one are cache slots.
+/// - **swap** brings new contents into a named slot, also under the same name (an RL step).
+/// - **rotate** makes another slot active.
+/// - **unload** makes a slot a placeholder, at once or when its last reference is gone.
+///
+/// Changing what is active, or the contents of a pinned or the active slot, needs
+/// [`LoadPolicy::allow_rotation`](crate::LoadPolicy::allow_rotation); promotion does not. A slot whose adapter requests
+/// hold is never written. Every change of contents is a transaction ([`StagedAdapter::begin`],
+/// [`SlotTransaction::commit`]) that ends with the whole adapter visible or with a placeholder whose table entries are
+/// zero, and touches no byte of another slot.
+///
+/// Threads: routes are values fixed for life and need no lock; everything else takes one lock for a few instructions.
+/// Packing, uploads and frees run outside it, on a slot that is reserved meanwhile, so that nothing waits for another
+/// slot's transaction.
+///
+/// A cheap handle: clones share the pool, whose device memory is freed with the last handle, lease and transaction.
 #[derive(Clone)]
 pub struct LoraWeights {
     shared: Arc<Shared>,
