@@ -94,7 +94,7 @@ impl LoraWeights {
     }
 
     /// Gives the adapter in a filled slot an extension, or another one: for overlays that can be built only once the
-    /// served tables are known. New contents take theirs through [`SlotTransaction::attach`].
+    /// served tables are known. New contents take theirs through [`SlotTransaction::attach`](crate::SlotTransaction::attach).
     ///
     /// # Errors
     /// [`WeightsError::SlotOutOfRange`], [`SlotEmpty`](WeightsError::SlotEmpty), [`SlotBusy`](WeightsError::SlotBusy),
