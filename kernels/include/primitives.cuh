@@ -5,20 +5,55 @@
 
 #include <cstdint>
 
-// Weights are read once a launch: past L1, whole lines into L2.
-__device__ __forceinline__ uint4 load_weights16(const void* address) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
+// Loads that the compiler issues where they stand, rather than after a branch that may not need them.
+__device__ __forceinline__ uint32_t load_u32(const uint32_t* address) {
+    uint32_t v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
     return v;
 }
 
-__device__ __forceinline__ uint2 load_weights8(const void* address) {
+__device__ __forceinline__ uint64_t load_u64(const uint64_t* address) {
+    uint64_t v;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+    return v;
+}
+
+// Loads that leave zeros where `present` is false. Predicated, not branched around: with a branch each, the compiler waits for one load before
+// it issues the next.
+
+#define LORA_LOAD16_IF(kind)                                                                  \
+    asm volatile(                                                                             \
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"                                     \
+        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"            \
+        "@p " kind " {%0,%1,%2,%3}, [%4];\n\t}"                                               \
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                      \
+        : "l"(address), "r"(static_cast<uint32_t>(present))                                   \
+        : "memory")
+
+// Weights are read once a launch: past L1, whole lines into L2.
+__device__ __forceinline__ uint4 load_weights16_if(bool present, const void* address) {
+    uint4 v;
+    LORA_LOAD16_IF("ld.global.nc.L1::no_allocate.L2::128B.v4.u32");
+    return v;
+}
+
+// What earlier launches may have written: from L2.
+__device__ __forceinline__ uint4 load16_if(bool present, const void* address) {
+    uint4 v;
+    LORA_LOAD16_IF("ld.global.cg.v4.u32");
+    return v;
+}
+
+#undef LORA_LOAD16_IF
+
+__device__ __forceinline__ uint2 load_weights8_if(bool present, const void* address) {
     uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];"
-                 : "=r"(v.x), "=r"(v.y)
-                 : "l"(address));
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"
+        "@p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];\n\t}"
+        : "=&r"(v.x), "=&r"(v.y)
+        : "l"(address), "r"(static_cast<uint32_t>(present))
+        : "memory");
     return v;
 }
 
@@ -31,10 +66,17 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 bytes from global to shared memory without registers; `bytes` of them are read, the rest are zeros.
-__device__ __forceinline__ void copy_async16(void* shared, const void* global, uint32_t bytes) {
+// 16 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
+__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) {
     uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(present ? 16 : 0)
+                 : "memory");
+}
+
+// The same for 8 bytes.
+__device__ __forceinline__ void copy_async8(void* shared, const void* global, bool present) {
+    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(present ? 8 : 0)
                  : "memory");
 }
 
@@ -45,9 +87,9 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Programmatic dependent launch. Every kernel here lets its dependents start only after its own wait has returned. So
-// whatever ran before a kernel's immediate predecessor is complete when that kernel starts, and may be read before
-// the wait.
+// Programmatic dependent launch: a kernel may start before its predecessors have finished, and this waits until all of them have, their writes
+// seen. Only what no launch of the step writes (weights, tables, tiles that are ready) may be read before it. Every block waits before it exits,
+// so that a finished kernel has no unfinished one before it.
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

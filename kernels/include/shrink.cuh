@@ -40,17 +40,15 @@ __device__ __forceinline__ Lane lane_of_thread() {
     return Lane{threadIdx.x / 32, (threadIdx.x % 32) / 4, threadIdx.x % 4};
 }
 
-// 8 consecutive elements from `k` on of a row of `k_in`, zeros past its end. Not for weights alone: through the coherent path, since x
-// may have been written by the predecessor.
+// 8 consecutive elements from `k` on of a row of `k_in`, zeros past its end and where `present` is false. Not for weights alone: through the
+// coherent path, since x may have been written by the predecessor.
 template <bool kAligned, bool kWeights>
-__device__ __forceinline__ uint4 load_row8(const __nv_bfloat16* row, uint32_t k, uint32_t k_in) {
-    uint4 v = make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ uint4 load_row8(bool present, const __nv_bfloat16* row, uint32_t k, uint32_t k_in) {
     if (kAligned) {
-        if (k < k_in) {
-            v = kWeights ? load_weights16(row + k) : __ldcg(reinterpret_cast<const uint4*>(row + k));
-        }
-        return v;
+        return kWeights ? load_weights16_if(present && k < k_in, row + k) : load16_if(present && k < k_in, row + k);
     }
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (!present) return v;
     const uint16_t* bits = reinterpret_cast<const uint16_t*>(row);
     uint32_t* words = reinterpret_cast<uint32_t*>(&v);
 #pragma unroll
@@ -68,18 +66,26 @@ __device__ __forceinline__ void mma_pair(float (&sum)[4], const uint4& low, cons
     mma_16x8x16(sum, low.z, high.z, low.w, high.w, x.z, x.w);
 }
 
-// What a block of the grid works on.
+// What a block of the grid works on at one site: 16 ranks from `first_rank` on, of one k block.
 struct ShrinkWork {
     uint32_t k_block;
     uint32_t first_rank;
     uint32_t site;
 };
 
-template <int kGroups>
-__device__ __forceinline__ ShrinkWork shrink_work(const DeltaParams& p) {
-    const uint32_t groups = gridDim.x / (p.k_blocks * p.site_count);
-    const uint32_t rest = blockIdx.x / p.k_blocks;
-    return ShrinkWork{blockIdx.x % p.k_blocks, rest % groups * kGroups * kRankGranule, rest / groups};
+// The 16-rank groups of all sites stand one after the other; this is the `index`th, its site the last one and its rank past that site's
+// where there are fewer.
+__device__ __forceinline__ ShrinkWork shrink_work(const DeltaParams& p, uint32_t k_block, uint32_t index) {
+    uint32_t site = 0;
+    while (site + 1 < p.site_count && index >= p.sites[site].max_rank / kRankGranule) {
+        index -= p.sites[site].max_rank / kRankGranule;
+        ++site;
+    }
+    return ShrinkWork{k_block, index * kRankGranule, site};
+}
+
+__device__ __forceinline__ uint32_t chunks_of_block(const DeltaParams& p, uint32_t k_block) {
+    return min(uint32_t(kChunksPerBlock), (p.k_in - k_block * kBlockK + kChunkK - 1) / kChunkK);
 }
 
 // One chunk of 16 rows of A, from row `first_rank` on; rows at or past the true rank are zeros and are not read.
@@ -96,8 +102,8 @@ struct WeightChunk {
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
             const uint32_t at = k + step * 32 + lane.quarter * 8;
-            low[step] = row < adapter.rank ? load_row8<kAligned, true>(a, at, k_in) : make_uint4(0, 0, 0, 0);
-            high[step] = row + 8 < adapter.rank ? load_row8<kAligned, true>(a8, at, k_in) : make_uint4(0, 0, 0, 0);
+            low[step] = load_row8<kAligned, true>(row < adapter.rank, a, at, k_in);
+            high[step] = load_row8<kAligned, true>(row + 8 < adapter.rank, a8, at, k_in);
         }
     }
 };
@@ -123,27 +129,34 @@ __device__ __forceinline__ void exchange_and_store(const DeltaParams& p, const D
     const uint32_t row = threadIdx.x / kRankGranule;
     const uint32_t rank = threadIdx.x % kRankGranule;
     if (row < rows) {
-        const uint32_t chunks = min(uint32_t(kChunksPerBlock), (p.k_in - work.k_block * kBlockK + kChunkK - 1) / kChunkK);
+        const uint32_t chunks = chunks_of_block(p, work.k_block);
         const float* from = exchange + row * kExchangePitch + rank;
-        float total = from[0];
-        for (uint32_t chunk = 1; chunk < chunks; ++chunk) total += from[chunk * kSmallTileRows * kExchangePitch];
+        float sums[kChunksPerBlock];
+#pragma unroll
+        for (int chunk = 0; chunk < kChunksPerBlock; ++chunk) sums[chunk] = from[chunk * kSmallTileRows * kExchangePitch];
+        float total = sums[0];
+#pragma unroll
+        for (int chunk = 1; chunk < kChunksPerBlock; ++chunk) {
+            if (chunk < chunks) total += sums[chunk];
+        }
         partials_at(p, site, work.k_block, first_position + row)[work.first_rank + rank] = total;
     }
     __syncthreads();
 }
 
+// `row` is the x row of the lane's group.
 template <bool kAligned>
 __device__ __forceinline__ void shrink_rows8(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
-                                             const Tile& tile, const WeightChunk<kAligned>& a, float* exchange,
-                                             const Lane& lane) {
+                                             const Tile& tile, const WeightChunk<kAligned>& a,
+                                             const __nv_bfloat16* row, float* exchange) {
+    const Lane lane = lane_of_thread();
     const uint32_t k = work.k_block * kBlockK + lane.warp * kChunkK;
     for (uint32_t first = 0; first < tile.count; first += kSmallTileRows) {
-        const __nv_bfloat16* row = x_pointer(p, tile, first + lane.group);
+        if (first > 0) row = x_pointer(p, tile, first + lane.group);
         uint4 x[kChunkSteps];
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
-            x[step] = row != nullptr ? load_row8<kAligned, false>(row, k + step * 32 + lane.quarter * 8, p.k_in)
-                                     : make_uint4(0, 0, 0, 0);
+            x[step] = load_row8<kAligned, false>(row != nullptr, row, k + step * 32 + lane.quarter * 8, p.k_in);
         }
         float sum[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -159,6 +172,35 @@ __device__ __forceinline__ uint32_t stage_offset(uint32_t row, uint32_t piece) {
     return row * kChunkBytes + ((piece ^ ((row & 1) << 2)) << 4);
 }
 
+// The groups of 16 ranks that a block takes of a tile, maybe of several sites.
+struct GroupSet {
+    ShrinkWork work[kMaxTiledGroups];
+    Adapter adapter[kMaxTiledGroups];
+
+    // `rank` 0 where the tile has no delta at the group's site, or not that many ranks.
+    __device__ __forceinline__ void find(const DeltaParams& p, uint32_t entry, uint32_t k_block, uint32_t set) {
+        if (threadIdx.x >= kMaxTiledGroups) return;
+        const ShrinkWork own = shrink_work(p, k_block, set * kMaxTiledGroups + threadIdx.x);
+        Adapter found = adapter_of<Factor::kA>(p, p.sites[own.site], entry);
+        if (found.rank <= own.first_rank) found.rank = 0;
+        work[threadIdx.x] = own;
+        adapter[threadIdx.x] = found;
+    }
+
+    // Row `row` of A of a group; null past the true rank.
+    __device__ __forceinline__ const __nv_bfloat16* a_pointer(const DeltaParams& p, uint32_t group, uint32_t row) const {
+        const uint32_t rank = work[group].first_rank + row;
+        return rank < adapter[group].rank ? adapter[group].matrix + uint64_t(rank) * p.k_in : nullptr;
+    }
+
+    // Groups up to the last one with a delta.
+    __device__ __forceinline__ int count() const {
+        int count = kMaxTiledGroups;
+        while (count > 0 && adapter[count - 1].rank == 0) --count;
+        return count;
+    }
+};
+
 template <int kGroups>
 struct TiledShrink {
     static constexpr int kARows = kGroups * kRankGranule;
@@ -167,50 +209,38 @@ struct TiledShrink {
     static constexpr int kColumns = kRowsPerWarp / 8;
 
     const DeltaParams& p;
-    const Adapter& adapter;
-    const ShrinkWork& work;
-    const __nv_bfloat16* const* x_rows;
+    const GroupSet& set;
+    const __nv_bfloat16* const* rows;  // of x, then of A; null where there is none
     char* stages;
 
-    __device__ __forceinline__ void copy_chunk(uint32_t chunk) const {
-        char* stage = stages + chunk % kStages * kStageBytes;
-        const uint32_t k = work.k_block * kBlockK + chunk * kChunkK;
+    __device__ __forceinline__ void copy_chunk(uint32_t k_block, uint32_t chunk) const {
         const uint32_t piece = threadIdx.x % 16;
-        const uint32_t at = k + piece * 8;
+        const uint32_t at = k_block * kBlockK + chunk * kChunkK + piece * 8;
         const bool inside = at < p.k_in;
+        char* to = stages + chunk % kStages * kStageBytes + stage_offset(threadIdx.x / 16, piece);
 #pragma unroll
-        for (int i = 0; i < kLargeTileRows / 16; ++i) {
-            const uint32_t row = i * 16 + threadIdx.x / 16;
-            const __nv_bfloat16* from = x_rows[row];
+        for (int i = 0; i < kLargeTileRows / 16 + kGroups; ++i) {
+            const __nv_bfloat16* from = rows[i * 16 + threadIdx.x / 16];
             const bool present = inside && from != nullptr;
-            copy_async16(stage + stage_offset(row, piece), present ? from + at : reinterpret_cast<const __nv_bfloat16*>(p.x),
-                         present ? 16 : 0);
-        }
-        char* a_stage = stage + kLargeTileRows * kChunkBytes;
-#pragma unroll
-        for (int i = 0; i < kARows / 16; ++i) {
-            const uint32_t row = i * 16 + threadIdx.x / 16;
-            const uint32_t rank = work.first_rank + row;
-            const bool present = inside && rank < adapter.rank;
-            copy_async16(a_stage + stage_offset(row, piece),
-                         present ? adapter.matrix + uint64_t(rank) * p.k_in + at : adapter.matrix, present ? 16 : 0);
+            copy_async16(to + i * 16 * kChunkBytes, present ? from + at : reinterpret_cast<const __nv_bfloat16*>(p.x), present);
         }
     }
 
-    __device__ __forceinline__ void run(const DeltaSite& site, const Tile& tile, const Lane& lane) const {
-        const uint32_t chunks = min(uint32_t(kChunksPerBlock), (p.k_in - work.k_block * kBlockK + kChunkK - 1) / kChunkK);
-        const uint32_t rank_row = lane.warp % kGroups * kRankGranule + lane.group;
+    __device__ __forceinline__ void run(uint32_t k_block, const Tile& tile, const Lane& lane) const {
+        const uint32_t chunks = chunks_of_block(p, k_block);
+        const uint32_t group = lane.warp % kGroups;
+        const uint32_t rank_row = group * kRankGranule + lane.group;
         const uint32_t first = lane.warp / kGroups * kRowsPerWarp;
         float block_sum[kColumns][4];
 #pragma unroll 1
         for (int stage = 0; stage < kStages - 1; ++stage) {
-            if (stage < chunks) copy_chunk(stage);
+            if (stage < chunks) copy_chunk(k_block, stage);
             copy_async_commit();
         }
         for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
             copy_async_wait<kStages - 2>();
             __syncthreads();
-            if (chunk + kStages - 1 < chunks) copy_chunk(chunk + kStages - 1);
+            if (chunk + kStages - 1 < chunks) copy_chunk(k_block, chunk + kStages - 1);
             copy_async_commit();
             const char* stage = stages + chunk % kStages * kStageBytes;
             float sum[kColumns][4] = {};
@@ -236,13 +266,15 @@ struct TiledShrink {
         }
         copy_async_wait<0>();
         __syncthreads();
+        if (set.adapter[group].rank == 0) return;
+        const DeltaSite& site = p.sites[set.work[group].site];
 #pragma unroll
         for (int column = 0; column < kColumns; ++column) {
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 const uint32_t row = first + column * 8 + 2 * lane.quarter + odd;
                 if (row >= tile.count) continue;
-                float* to = partials_at(p, site, work.k_block, tile.first + row) + work.first_rank + rank_row;
+                float* to = partials_at(p, site, k_block, tile.first + row) + set.work[group].first_rank + lane.group;
                 to[0] = block_sum[column][odd];
                 to[8] = block_sum[column][odd + 2];
             }
@@ -251,14 +283,12 @@ struct TiledShrink {
 };
 
 // Called by all threads once a block's partial sums of a large tile are stored: the last k block to arrive finishes the tile.
-__device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
-                                                  const Tile& tile, uint32_t ranks) {
+__device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const GroupSet& set, const Tile& tile,
+                                                  uint32_t set_index) {
     __shared__ bool last;
-    const uint32_t rank_blocks = (site.max_rank + kRanksABlock - 1) / kRanksABlock;
     const uint32_t place = (tile.first - p.pass_first) / kSmallTileRows;
     const uint64_t tiles = p.pass_rows / kSmallTileRows + 1;
-    uint32_t* counter = reinterpret_cast<uint32_t*>(p.counters) +
-                        (work.site * rank_blocks + work.first_rank / kRanksABlock) * tiles + place;
+    uint32_t* counter = reinterpret_cast<uint32_t*>(p.counters) + set_index * tiles + place;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -268,73 +298,90 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const De
     __syncthreads();
     if (!last) return;
     __threadfence();
-    const uint32_t quads = (ranks + kRankGranule - 1) / kRankGranule * (kRankGranule / 4);
-    for (uint32_t item = threadIdx.x; item < tile.count * quads; item += kShrinkThreads) {
-        const uint32_t position = tile.first + item / quads;
-        const uint32_t rank = work.first_rank + item % quads * 4;
-        *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = finish_xa(p, site, position, rank);
+    constexpr uint32_t kQuads = kRanksABlock / 4;
+#pragma unroll 1
+    for (uint32_t item = threadIdx.x; item < tile.count * kQuads; item += kShrinkThreads) {
+        const uint32_t group = item % kQuads / 4;
+        if (set.adapter[group].rank == 0) continue;
+        const DeltaSite& site = p.sites[set.work[group].site];
+        const uint32_t position = tile.first + item / kQuads;
+        const uint32_t rank = set.work[group].first_rank + item % 4 * 4;
+        *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = finish_xa<2>(p, site, position, rank);
     }
 }
 
-// Tiles of up to 8 rows, 16 ranks a block.
+// A tile of up to 8 rows, 16 ranks of one site a block.
 __device__ __forceinline__ void shrink_small(const DeltaParams& p) {
     __shared__ float exchange[kExchangeFloats];
-    const Lane lane = lane_of_thread();
-    const ShrinkWork work = shrink_work<1>(p);
+    const ShrinkWork work = shrink_work(p, blockIdx.x % p.k_blocks, blockIdx.x / p.k_blocks);
     const DeltaSite& site = p.sites[work.site];
-    bool waited = (p.flags & kFlagTilesReady) == 0;
-    if (waited) wait_for_predecessor();
-    const uint32_t total = tile_total(p);
-    for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
-        const Tile tile = tile_at(p, index);
-        const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-        if (!tile_in_pass(p, tile) || adapter.rank <= work.first_rank) continue;
-        WeightChunk<true> a;
+    const bool waited = begin(p);
+    const uint32_t index = blockIdx.z * gridDim.y + blockIdx.y;
+    const Tile tile = tile_at(p, min(index, p.max_tiles - 1));  // not after the count: one latency less
+    Adapter adapter{nullptr, 0};
+    if (index < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
+    const bool idle = adapter.rank <= work.first_rank;
+    WeightChunk<true> a;
+    const __nv_bfloat16* row = nullptr;
+    if (!idle) {
+        const Lane lane = lane_of_thread();
         a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-        if (!waited) wait_for_predecessor();
-        waited = true;
-        let_dependents_start();
-        shrink_rows8<true>(p, site, work, tile, a, exchange, lane);
+        row = x_pointer(p, tile, lane.group);
     }
     if (!waited) wait_for_predecessor();
+    if (!idle) shrink_rows8<true>(p, site, work, tile, a, row, exchange);
 }
 
-// Tiles of both kinds, 64 ranks a block. Without 16-byte aligned rows (`kAligned` false) large tiles are taken 8 rows at a time.
+// Tiles of both kinds; a block takes up to 64 ranks, of several sites where they have fewer, so that x is read once. Without 16-byte aligned
+// rows (`kAligned` false) large tiles are taken 8 rows at a time.
 template <bool kAligned>
 __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ const __nv_bfloat16* x_rows[kLargeTileRows];
+    __shared__ const __nv_bfloat16* rows[kLargeTileRows + kRanksABlock];
+    __shared__ GroupSet set;
     const Lane lane = lane_of_thread();
-    const ShrinkWork work = shrink_work<kMaxTiledGroups>(p);
-    const DeltaSite& site = p.sites[work.site];
-    wait_for_predecessor();
-    let_dependents_start();
+    const uint32_t k_block = blockIdx.x % p.k_blocks;
+    const uint32_t set_index = blockIdx.x / p.k_blocks;
+    bool waited = begin(p);
     const uint32_t total = tile_total(p);
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
         const Tile tile = tile_at(p, index);
-        const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-        if (!tile_in_pass(p, tile) || adapter.rank <= work.first_rank) continue;
-        const uint32_t ranks = min(adapter.rank - work.first_rank, uint32_t(kRanksABlock));
+        if (!tile_in_pass(p, tile)) continue;
         __syncthreads();
+        set.find(p, tile.entry, k_block, set_index);
+        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
+        __syncthreads();
+        if (threadIdx.x < kRanksABlock) {
+            rows[kLargeTileRows + threadIdx.x] = set.a_pointer(p, threadIdx.x / kRankGranule, threadIdx.x % kRankGranule);
+        }
+        __syncthreads();
+        const int groups = set.count();
+        if (groups == 0) continue;
         if (!kAligned || tile.count <= kSmallTileRows) {
 #pragma unroll 1
-            for (uint32_t rank = 0; rank < ranks; rank += kRankGranule) {
-                const ShrinkWork part{work.k_block, work.first_rank + rank, work.site};
+            for (int group = 0; group < groups; ++group) {
+                const Adapter adapter = set.adapter[group];
+                if (adapter.rank == 0) continue;
+                const ShrinkWork work = set.work[group];
                 WeightChunk<kAligned> a;
-                a.load(adapter, part.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-                shrink_rows8<kAligned>(p, site, part, tile, a, reinterpret_cast<float*>(shared), lane);
+                a.load(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+                if (!waited) wait_for_predecessor();
+                waited = true;
+                shrink_rows8<kAligned>(p, p.sites[work.site], work, tile, a, rows[lane.group],
+                                       reinterpret_cast<float*>(shared));
             }
         } else {
-            if (threadIdx.x < kLargeTileRows) x_rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
-            __syncthreads();
-            if (ranks <= kRankGranule) {
-                TiledShrink<1>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
-            } else if (ranks <= 2 * kRankGranule) {
-                TiledShrink<2>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+            if (!waited) wait_for_predecessor();
+            waited = true;
+            if (groups == 1) {
+                TiledShrink<1>{p, set, rows, shared}.run(k_block, tile, lane);
+            } else if (groups == 2) {
+                TiledShrink<2>{p, set, rows, shared}.run(k_block, tile, lane);
             } else {
-                TiledShrink<4>{p, adapter, work, x_rows, shared}.run(site, tile, lane);
+                TiledShrink<4>{p, set, rows, shared}.run(k_block, tile, lane);
             }
         }
-        if (tile.count > kSmallTileRows) finish_large_tile(p, site, work, tile, ranks);
+        if (tile.count > kSmallTileRows) finish_large_tile(p, set, tile, set_index);
     }
+    if (!waited) wait_for_predecessor();
 }

@@ -6,6 +6,14 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
+// Lets the next launch start, and waits for the previous one where it may have written the tiles. True where it has waited.
+__device__ __forceinline__ bool begin(const DeltaParams& p) {
+    const bool wait = (p.flags & kFlagTilesReady) == 0;
+    if (wait) wait_for_predecessor();
+    let_dependents_start();
+    return wait;
+}
+
 __device__ __forceinline__ uint32_t tile_total(const DeltaParams& p) {
     if (p.tiles == 0) return p.max_tiles;
     return min(*reinterpret_cast<const uint32_t*>(p.tile_count), p.max_tiles);
@@ -48,8 +56,8 @@ __device__ __forceinline__ Adapter adapter_of(const DeltaParams& p, const DeltaS
     }
     if (entry >= p.slots) return Adapter{nullptr, 0};
     const uint64_t table = kFactor == Factor::kA ? site.a_table : site.b_table;
-    const uint64_t address = reinterpret_cast<const uint64_t*>(table)[entry];
-    const uint32_t rank = reinterpret_cast<const uint32_t*>(site.rank_table)[entry];
+    const uint64_t address = load_u64(reinterpret_cast<const uint64_t*>(table) + entry);
+    const uint32_t rank = load_u32(reinterpret_cast<const uint32_t*>(site.rank_table) + entry);
     return Adapter{reinterpret_cast<const __nv_bfloat16*>(address), address == 0 ? 0 : min(rank, site.max_rank)};
 }
 
@@ -72,19 +80,29 @@ __device__ __forceinline__ __nv_bfloat16* xa_at(const DeltaParams& p, const Delt
     return reinterpret_cast<__nv_bfloat16*>(after) + uint64_t(position - p.pass_first) * site.max_rank;
 }
 
-// Sums of 4 ranks from `rank` on of one position over the k blocks, in order, as BF16.
+__device__ __forceinline__ uint32_t add_bits(uint32_t a, uint32_t b) {
+    return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+}
+
+// Sums of 4 ranks from `rank` on of one position over the k blocks, in order, as BF16; `kAhead` loads are in flight.
+template <int kAhead>
 __device__ __forceinline__ uint2 finish_xa(const DeltaParams& p, const DeltaSite& site, uint32_t position, uint32_t rank) {
     const float* from = partials_at(p, site, 0, position) + rank;
     const uint64_t block_stride = (uint64_t(p.pass_rows) + kLargeTileRows) * site.max_rank;
-    float4 total = __ldcg(reinterpret_cast<const float4*>(from));
-#pragma unroll 4
-    for (uint32_t block = 1; block < p.k_blocks; ++block) {
-        const float4 v = __ldcg(reinterpret_cast<const float4*>(from + block * block_stride));
-        total.x += v.x;
-        total.y += v.y;
-        total.z += v.z;
-        total.w += v.w;
+    uint4 total = load16_if(true, from);
+    for (uint32_t first = 1; first < p.k_blocks; first += kAhead) {
+        uint4 v[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) v[i] = load16_if(first + i < p.k_blocks, from + (first + i) * block_stride);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i >= p.k_blocks) break;
+            total.x = add_bits(total.x, v[i].x);
+            total.y = add_bits(total.y, v[i].y);
+            total.z = add_bits(total.z, v[i].z);
+            total.w = add_bits(total.w, v[i].w);
+        }
     }
-    return make_uint2(float_to_bf16_bits(total.x) | float_to_bf16_bits(total.y) << 16,
-                      float_to_bf16_bits(total.z) | float_to_bf16_bits(total.w) << 16);
+    const auto rounded = [](uint32_t sum) { return float_to_bf16_bits(__uint_as_float(sum)); };
+    return make_uint2(rounded(total.x) | rounded(total.y) << 16, rounded(total.z) | rounded(total.w) << 16);
 }

@@ -1,7 +1,5 @@
-#include "primitives.cuh"
-
 #include "group_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(kGroupThreads) lora_group_rows(const __grid_constant__ GroupParams p) {
+extern "C" __global__ void __launch_bounds__(kMaxGroupThreads) lora_group_rows(const __grid_constant__ GroupParams p) {
     group_rows(p);
 }

@@ -1,6 +1,6 @@
 #include "shrink.cuh"
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads) lora_shrink_small(const __grid_constant__ DeltaParams p) {
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4) lora_shrink_small(const __grid_constant__ DeltaParams p) {
     shrink_small(p);
 }
 

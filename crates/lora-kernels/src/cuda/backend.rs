@@ -194,11 +194,11 @@ impl LoraBackend for CudaBackend {
         };
         let plan = plan_delta(&params, &self.caps);
         self.enqueue(&plan.shrink, stream, &mut [(&raw mut params).cast()])?;
-        let mut steps = plan.expand_steps;
+        let mut runs = plan.expand_runs;
         self.enqueue(
             &plan.expand,
             stream,
-            &mut [(&raw mut params).cast(), (&raw mut steps).cast()],
+            &mut [(&raw mut params).cast(), (&raw mut runs).cast()],
         )?;
         Ok(())
     }

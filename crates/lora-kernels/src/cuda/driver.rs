@@ -138,7 +138,7 @@ pub(super) fn allow_dynamic_shared(function: sys::CUfunction, limit: u32) -> Res
 /// Where and how a kernel runs.
 pub(super) struct Launch {
     pub(super) function: sys::CUfunction,
-    pub(super) grid: [u32; 2],
+    pub(super) grid: [u32; 3],
     pub(super) block: u32,
     pub(super) shared_bytes: u32,
     pub(super) stream: sys::CUstream,
@@ -162,7 +162,7 @@ pub(super) unsafe fn launch(
     let config = sys::CUlaunchConfig {
         gridDimX: launch.grid[0],
         gridDimY: launch.grid[1],
-        gridDimZ: 1,
+        gridDimZ: launch.grid[2],
         blockDimX: launch.block,
         blockDimY: 1,
         blockDimZ: 1,

@@ -14,24 +14,27 @@ pub enum Kernel {
     ShrinkMixed,
     /// The same for rows that are not 16-byte aligned.
     ShrinkUnaligned,
-    /// Expand and fold, padded rank 16.
-    Expand16,
-    /// Expand and fold, padded rank up to 64.
-    Expand64,
-    /// Expand and fold, any padded rank.
-    Expand512,
+    /// Expand and fold, tiles of up to 8 rows, padded rank up to 64.
+    ExpandSmall,
+    /// Expand and fold, tiles of up to 64 rows, padded rank up to 32.
+    ExpandMixed32,
+    /// The same, padded rank up to 64.
+    ExpandMixed64,
+    /// The same, any padded rank.
+    ExpandLong,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::GroupRows,
         Self::ShrinkSmall,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
-        Self::Expand16,
-        Self::Expand64,
-        Self::Expand512,
+        Self::ExpandSmall,
+        Self::ExpandMixed32,
+        Self::ExpandMixed64,
+        Self::ExpandLong,
     ];
 
     /// Name in the PTX.
@@ -41,9 +44,10 @@ impl Kernel {
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
-            Self::Expand16 => "lora_expand_16",
-            Self::Expand64 => "lora_expand_64",
-            Self::Expand512 => "lora_expand_512",
+            Self::ExpandSmall => "lora_expand_small",
+            Self::ExpandMixed32 => "lora_expand_mixed_32",
+            Self::ExpandMixed64 => "lora_expand_mixed_64",
+            Self::ExpandLong => "lora_expand_long",
         }
     }
 
@@ -51,7 +55,9 @@ impl Kernel {
         match self {
             Self::GroupRows => ModuleName::GroupRows,
             Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
-            Self::Expand16 | Self::Expand64 | Self::Expand512 => ModuleName::Expand,
+            Self::ExpandSmall | Self::ExpandMixed32 | Self::ExpandMixed64 | Self::ExpandLong => {
+                ModuleName::Expand
+            }
         }
     }
 }

@@ -12,8 +12,8 @@ use lora_weights::RANK_GRANULE;
 pub struct KernelLaunch {
     /// Kernel.
     pub kernel: Kernel,
-    /// Blocks, x and y.
-    pub grid: [u32; 2],
+    /// Blocks, x, y and z.
+    pub grid: [u32; 3],
     /// Threads a block.
     pub block: u32,
     /// Dynamic shared memory a block, bytes.
@@ -28,12 +28,21 @@ pub struct DeltaPlan {
     /// `@ B^T` and the fold.
     pub expand: KernelLaunch,
     /// Runs of 256 outputs that an expand block makes one after the other.
-    pub expand_steps: u32,
+    pub expand_runs: u32,
 }
 
 const SHRINK_THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
-const GROUP_THREADS: u32 = 1024;
+const MOST_GROUP_WARPS: u32 = 32;
+/// Shared memory for the counts of a grouping: what a block of every target has.
+const GROUP_SHARED_BYTES: u32 = 96 * 1024;
+
+/// Times 8 base rows that a block over large tiles has room for.
+const EXPAND_AHEAD: u32 = 4;
+/// Largest padded rank whose B a block holds at once.
+const MOST_RANK_AT_ONCE: u32 = 64;
+/// Expand blocks that a multiprocessor should get before blocks are made longer.
+const BLOCKS_A_UNIT: u32 = 4;
 
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = 256;
@@ -50,76 +59,116 @@ const MIXED_WAVES: u32 = 8;
 pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let sites = &params.sites[..params.site_count as usize];
     let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
-    let shrink = plan_shrink(params, max_rank, caps);
-    let expand_steps = expand_steps(params, sites, caps);
-    let outputs = expand_steps * EXPAND_BLOCK_OUTPUTS;
-    let kernel = match max_rank {
-        0..=16 => Kernel::Expand16,
-        17..=64 => Kernel::Expand64,
-        _ => Kernel::Expand512,
-    };
-    let expand = KernelLaunch {
-        kernel,
-        grid: [
-            sites.iter().map(|site| site.n_out.div_ceil(outputs)).sum(),
-            params.max_tiles.min(MOST_GRID_Y),
-        ],
-        block: EXPAND_THREADS,
-        shared_bytes: params.tile_rows * xa_pitch(max_rank),
-    };
+    let expand_runs = expand_runs(params, sites, max_rank, caps);
     DeltaPlan {
-        shrink,
-        expand,
-        expand_steps,
+        shrink: plan_shrink(params, sites, caps),
+        expand: plan_expand(params, sites, max_rank, expand_runs),
+        expand_runs,
     }
 }
 
-fn plan_shrink(params: &DeltaParams, max_rank: u32, caps: &DeviceCaps) -> KernelLaunch {
+fn plan_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) -> KernelLaunch {
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
-    let (kernel, ranks, shared_bytes) = if !aligned {
-        (Kernel::ShrinkUnaligned, RANKS_A_BLOCK, EXCHANGE_BYTES)
-    } else if params.tile_rows <= SMALL_TILE_ROWS {
-        (Kernel::ShrinkSmall, RANK_GRANULE, 0)
-    } else {
-        let a_rows = match max_rank {
-            0..=16 => 16,
-            17..=32 => 32,
-            _ => RANKS_A_BLOCK,
+    let groups: u32 = sites.iter().map(|site| site.max_rank / RANK_GRANULE).sum();
+    if aligned && params.tile_rows <= SMALL_TILE_ROWS {
+        let grid = [
+            params.k_blocks * groups,
+            tiles_y(params),
+            params.max_tiles.div_ceil(MOST_GRID_Y),
+        ];
+        return KernelLaunch {
+            kernel: Kernel::ShrinkSmall,
+            grid,
+            block: SHRINK_THREADS,
+            shared_bytes: 0,
         };
+    }
+    let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
+    let blocks = params.k_blocks * groups.div_ceil(groups_a_block);
+    let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
+    let (kernel, shared_bytes) = if aligned {
         (
             Kernel::ShrinkMixed,
-            RANKS_A_BLOCK,
             STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
         )
+    } else {
+        (Kernel::ShrinkUnaligned, EXCHANGE_BYTES)
     };
-    let blocks = params.k_blocks * params.site_count * max_rank.div_ceil(ranks);
-    let most_y = match kernel {
-        Kernel::ShrinkSmall => MOST_GRID_Y,
-        _ => (MIXED_WAVES * 2 * caps.units)
-            .div_ceil(blocks.max(1))
-            .max(1),
-    };
+    let most_tiles = (MIXED_WAVES * 2 * caps.units)
+        .div_ceil(blocks.max(1))
+        .max(1);
+    let grid = [blocks, params.max_tiles.min(most_tiles), 1];
     KernelLaunch {
         kernel,
-        grid: [blocks, params.max_tiles.min(most_y)],
+        grid,
         block: SHRINK_THREADS,
         shared_bytes,
     }
 }
 
-/// An expand block of a large tile reads the tile's 64 rows of `xa` once for all its steps; more steps mean fewer blocks.
-fn expand_steps(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) -> u32 {
-    if params.tile_rows <= SMALL_TILE_ROWS {
-        return 1;
+fn plan_expand(
+    params: &DeltaParams,
+    sites: &[DeltaSite],
+    max_rank: u32,
+    runs: u32,
+) -> KernelLaunch {
+    let blocks = sites
+        .iter()
+        .map(|site| site.n_out.div_ceil(runs * EXPAND_BLOCK_OUTPUTS))
+        .sum();
+    let xa_bytes = params.tile_rows * xa_pitch(max_rank);
+    let place_bytes = 16 * EXPAND_THREADS;
+    if params.tile_rows <= SMALL_TILE_ROWS && max_rank <= MOST_RANK_AT_ONCE {
+        return KernelLaunch {
+            kernel: Kernel::ExpandSmall,
+            grid: [
+                blocks,
+                tiles_y(params),
+                params.max_tiles.div_ceil(MOST_GRID_Y),
+            ],
+            block: EXPAND_THREADS,
+            shared_bytes: runs * (max_rank / 4 + 2) * place_bytes + xa_bytes,
+        };
     }
+    let kernel = match max_rank {
+        0..=32 => Kernel::ExpandMixed32,
+        33..=MOST_RANK_AT_ONCE => Kernel::ExpandMixed64,
+        _ => Kernel::ExpandLong,
+    };
+    KernelLaunch {
+        kernel,
+        grid: [blocks, tiles_y(params), 1],
+        block: EXPAND_THREADS,
+        shared_bytes: EXPAND_AHEAD * 2 * place_bytes + xa_bytes,
+    }
+}
+
+fn tiles_y(params: &DeltaParams) -> u32 {
+    params.max_tiles.min(MOST_GRID_Y)
+}
+
+/// More runs a block mean more bytes in flight and fewer blocks: as many as leave every multiprocessor a few blocks, and as a block has room for
+/// at once.
+fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], max_rank: u32, caps: &DeviceCaps) -> u32 {
+    let small = params.tile_rows <= SMALL_TILE_ROWS;
+    let tiles = if small {
+        params.max_tiles
+    } else {
+        params.rows.div_ceil(LARGE_TILE_ROWS)
+    };
     let runs: u32 = sites
         .iter()
         .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
         .sum();
-    let blocks = u64::from(runs) * u64::from(params.rows.div_ceil(LARGE_TILE_ROWS));
-    (blocks / u64::from(caps.units.max(1) * MIXED_WAVES * 2)).clamp(1, 8) as u32
+    let most = if small {
+        (32 / max_rank.max(1)).clamp(1, 2)
+    } else {
+        4
+    };
+    let wanted = u64::from(runs) * u64::from(tiles) / u64::from(caps.units.max(1) * BLOCKS_A_UNIT);
+    wanted.clamp(1, u64::from(most)) as u32
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
@@ -131,13 +180,15 @@ fn xa_pitch(max_rank: u32) -> u32 {
     }
 }
 
-/// Plans the grouping of rows: one block.
+/// Plans the grouping of rows: one block, with as many warps as have room for a count of every entry.
 pub fn plan_group_rows(params: &GroupParams) -> KernelLaunch {
+    let bytes_a_warp = params.slots.max(1) * 4;
+    let warps = (GROUP_SHARED_BYTES / bytes_a_warp).clamp(1, MOST_GROUP_WARPS);
     KernelLaunch {
         kernel: Kernel::GroupRows,
-        grid: [1, 1],
-        block: GROUP_THREADS,
-        shared_bytes: params.slots * 4,
+        grid: [1, 1, 1],
+        block: warps * 32,
+        shared_bytes: warps * bytes_a_warp,
     }
 }
 
