@@ -5,11 +5,11 @@
 // lane quarter t takes ranks 8t..8t+7, inside one of 16 ranks 4t..4t+3.
 //
 // A warp makes 64 outputs of 8 rows at a time with four MMAs whose 16 rows are interleaved: rows g and g + 8 of MMA i are outputs 8g + 2i and
-// 8g + 2i + 1. So a thread owns 8 adjacent outputs of two rows, which it loads and stores as 16 bytes.
+// 8g + 2i + 1. So a thread owns 8 adjacent outputs of two rows, which it loads and stores as 16 bytes, and the 8 rows of B that they need.
 //
-// The work is moving B and the outputs, so as much of both as possible is asked for before anything is used. Shared memory serves as a deeper
-// register file: a thread copies the very fragments of B and the very base elements that it will use to places of its own, so no
-// barrier stands between the copies and the arithmetic. B does not depend on earlier launches and is asked for before the wait for them.
+// The work is moving B and the outputs. B does not depend on earlier launches and is asked for before the wait for them. Of a large tile the
+// base rows are asked for some way ahead, into shared memory that serves as a deeper register file: a thread copies what it will use itself, so
+// no barrier stands between.
 #pragma once
 
 #include "primitives.cuh"
@@ -26,43 +26,92 @@ __device__ __forceinline__ uint32_t xa_pitch(uint32_t max_rank) {
     return max_rank <= kRankGranule ? kRankGranule * 2 : (max_rank * 2 + 127) / 128 * 128 + 64;
 }
 
-// The 8 rows of B that a thread feeds to four MMAs, in up to `kBlocks` blocks of 32 ranks from `first` on, in registers.
+// The thread's 8 rows of B, 16 ranks.
+struct Weights16 {
+    static constexpr int kRanks = 16;
+    uint2 row[8];
+
+    // `from`: the first row, `rows` of which exist, at the first rank.
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
+        from += quarter * 4;
+        if (rows == 8 && stride == 16) return load_all<32>(from);
+        if (rows == 8 && stride == 64) return load_all<128>(from);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            row[i] = load_weights8_if(i < rows, from);
+            from += stride;
+        }
+    }
+
+    template <int kStride>
+    __device__ __forceinline__ void load_all(const void* from) {
+        row[0] = load_weights8<0 * kStride>(from);
+        row[1] = load_weights8<1 * kStride>(from);
+        row[2] = load_weights8<2 * kStride>(from);
+        row[3] = load_weights8<3 * kStride>(from);
+        row[4] = load_weights8<4 * kStride>(from);
+        row[5] = load_weights8<5 * kStride>(from);
+        row[6] = load_weights8<6 * kStride>(from);
+        row[7] = load_weights8<7 * kStride>(from);
+    }
+
+    // Adds `xa @ B^T` of 8 rows; `xa` is the row of the lane's group at the first rank.
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
+        const uint2 x = *reinterpret_cast<const uint2*>(xa + quarter * 8);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            mma_16x8x16(sum[i], row[2 * i].x, row[2 * i + 1].x, row[2 * i].y, row[2 * i + 1].y, x.x, x.y);
+        }
+    }
+};
+
+// The thread's 8 rows of B, up to `kBlocks` blocks of 32 ranks, the last of which may be one of 16.
 template <int kBlocks>
-struct OutputWeights {
+struct Weights {
+    static constexpr int kRanks = kBlocks * 32;
     uint4 row[kBlocks][8];
 
-    __device__ __forceinline__ void load(const __nv_bfloat16* b, uint64_t stride, uint32_t n, uint32_t n_out,
-                                         uint32_t first, uint32_t padded_rank, uint32_t quarter) {
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
+                                         uint32_t quarter) {
+        if (rows == 8 && stride == 64 && ranks >= kRanks) {
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) load_all<128>(row[block], from + block * 32 + quarter * 8);
+            return;
+        }
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-            const uint32_t rank = first + block * 32;
+            const bool whole = block * 32 + 32 <= ranks;
+            const bool half = block * 32 + 16 == ranks;
+            const __nv_bfloat16* at = from + block * 32 + quarter * (half ? 4 : 8);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const __nv_bfloat16* from = b + (n + i) * stride + rank;
-                row[block][i] = load_weights16_if(n + i < n_out && rank + 32 <= padded_rank, from + quarter * 8);
-            }
-            if (rank + 16 != padded_rank) continue;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const uint2 v = load_weights8_if(n + i < n_out, b + (n + i) * stride + rank + quarter * 4);
-                row[block][i] = make_uint4(v.x, v.y, 0, 0);
+                row[block][i] = load_weights16_or_8_if(whole && i < rows, half && i < rows, at);
+                at += stride;
             }
         }
     }
 
-    // Adds this part of the contraction to the sums of 8 rows; `xa` is the row of the lane's group.
-    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t first, uint32_t padded_rank,
-                                             uint32_t quarter) const {
+    template <int kStride>
+    __device__ __forceinline__ static void load_all(uint4 (&row)[8], const void* from) {
+        row[0] = load_weights16<0 * kStride>(from);
+        row[1] = load_weights16<1 * kStride>(from);
+        row[2] = load_weights16<2 * kStride>(from);
+        row[3] = load_weights16<3 * kStride>(from);
+        row[4] = load_weights16<4 * kStride>(from);
+        row[5] = load_weights16<5 * kStride>(from);
+        row[6] = load_weights16<6 * kStride>(from);
+        row[7] = load_weights16<7 * kStride>(from);
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t ranks, uint32_t quarter) const {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-            const uint32_t rank = first + block * 32;
-            if (rank >= padded_rank) break;
-            if (padded_rank - rank >= 32) {
-                const uint4 x = *reinterpret_cast<const uint4*>(xa + rank * 2 + quarter * 16);
+            if (block * 32 + 32 <= ranks) {
+                const uint4 x = *reinterpret_cast<const uint4*>(xa + block * 64 + quarter * 16);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) mma_pair(sum[i], row[block][2 * i], row[block][2 * i + 1], x);
-            } else {
-                const uint2 x = *reinterpret_cast<const uint2*>(xa + rank * 2 + quarter * 8);
+            } else if (block * 32 + 16 == ranks) {
+                const uint2 x = *reinterpret_cast<const uint2*>(xa + block * 64 + quarter * 8);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     mma_16x8x16(sum[i], row[block][2 * i].x, row[block][2 * i + 1].x, row[block][2 * i].y,
@@ -73,90 +122,35 @@ struct OutputWeights {
     }
 };
 
-// 8 adjacent outputs of one row. `whole`: they can be moved as 16 aligned bytes.
-struct OutputRun {
-    __nv_bfloat16* at;
-    uint32_t count;
-    bool whole;
-
-    __device__ __forceinline__ uint4 load() const {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (whole) return load16_if(true, at);
-        uint32_t* words = reinterpret_cast<uint32_t*>(&v);
-        const uint16_t* bits = reinterpret_cast<const uint16_t*>(at);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (i < count) words[i / 2] |= uint32_t(__ldcg(bits + i)) << (i % 2 * 16);
-        }
-        return v;
-    }
-
-    __device__ __forceinline__ void store(const uint4& v) const {
-        if (whole) {
-            *reinterpret_cast<uint4*>(at) = v;
-            return;
-        }
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(&v);
-        uint16_t* bits = reinterpret_cast<uint16_t*>(at);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (i < count) bits[i] = uint16_t(words[i / 2] >> (i % 2 * 16));
-        }
-    }
-};
-
-__device__ __forceinline__ uint32_t fold(uint32_t base, float scale, float even, float odd) {
-    const float d0 = __bfloat162float(__float2bfloat16_rn(even));
-    const float d1 = __bfloat162float(__float2bfloat16_rn(odd));
-    const uint32_t low = float_to_bf16_bits(fmaf(scale, d0, __uint_as_float(base << 16)));
-    const uint32_t high = float_to_bf16_bits(fmaf(scale, d1, __uint_as_float(base & 0xffff0000u)));
-    return low | high << 16;
-}
-
-// What a block of the grid works on: `steps` runs of `kBlockOutputs` outputs of one site.
+// What a block of the grid works on: runs of `kBlockOutputs` outputs of one site. `ends`: the sites' last blocks plus one.
 struct ExpandWork {
     uint32_t site;
     uint32_t first_output;
 };
 
-__device__ __forceinline__ ExpandWork expand_work(const DeltaParams& p, uint32_t steps) {
-    uint32_t rest = blockIdx.x;
-    uint32_t site = 0;
-    const uint32_t outputs = steps * kBlockOutputs;
-    while (site + 1 < p.site_count) {
-        const uint32_t blocks = (p.sites[site].n_out + outputs - 1) / outputs;
-        if (rest < blocks) break;
-        rest -= blocks;
-        ++site;
-    }
-    return ExpandWork{site, rest * outputs};
+__device__ __forceinline__ ExpandWork expand_work(const SiteEnds& ends, uint32_t runs) {
+    const uint32_t site = site_of(ends, blockIdx.x);
+    return ExpandWork{site, (blockIdx.x - site_start(ends, site)) * runs * kBlockOutputs};
 }
-
-// Shared memory as places of 16 bytes, one of each number for every thread.
-constexpr int kPlaceBytes = kExpandThreads * 16;
-constexpr int kMaxRuns = 4;
-
-// Places that B takes for a run of outputs at a padded rank of up to 64.
-__device__ __forceinline__ uint32_t weight_places(uint32_t padded_rank) { return padded_rank / 4; }
 
 // One tile at one site, as a thread sees it.
 struct ExpandTile {
     const DeltaParams& p;
     const DeltaSite& site;
     Tile tile;
-    Adapter b;
+    const __nv_bfloat16* b;
     float scale;
-    uint32_t padded_rank;
+    uint32_t ranks;  // padded to 16
     Lane lane;
-    bool vector;  // runs of 8 outputs are 16 aligned bytes
+    bool vector;     // 8 outputs are 16 aligned bytes
 
-    __device__ __forceinline__ ExpandTile(const DeltaParams& p, const DeltaSite& site, const Tile& tile, const Adapter& b)
+    __device__ __forceinline__ ExpandTile(const DeltaParams& p, const DeltaSite& site, const Tile& tile, const Adapter& adapter)
         : p(p),
           site(site),
           tile(tile),
-          b(b),
+          b(adapter.matrix),
           scale(scale_of(site, tile.entry)),
-          padded_rank((b.rank + kRankGranule - 1) / kRankGranule * kRankGranule),
+          ranks((adapter.rank + kRankGranule - 1) / kRankGranule * kRankGranule),
           lane(lane_of_thread()),
           vector(site.out % 16 == 0 && site.out_stride % 8 == 0) {}
 
@@ -166,182 +160,267 @@ struct ExpandTile {
         return reinterpret_cast<__nv_bfloat16*>(site.out) + out_row(p, tile.first + index) * site.out_stride;
     }
 
-    // The thread's outputs from `n` on of a row.
-    __device__ __forceinline__ OutputRun run(__nv_bfloat16* row, uint32_t n) const {
-        if (row == nullptr || n >= site.n_out) return OutputRun{nullptr, 0, false};
-        const uint32_t count = min(8u, site.n_out - n);
-        return OutputRun{row + n, count, vector && count == 8};
+    // Of the thread's 8 outputs from `n` on, how many there are.
+    __device__ __forceinline__ uint32_t outputs(uint32_t n) const { return n < site.n_out ? min(8u, site.n_out - n) : 0; }
+
+    template <typename W>
+    __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
+        const uint32_t rows = outputs(n);
+        weights.load(b + uint64_t(rows == 0 ? 0 : n) * site.max_rank + first_rank, site.max_rank, rows, ranks - first_rank,
+                     lane.quarter);
     }
 
-    // Asks for the thread's 8 rows of B from output `n` on, all ranks (64 at most), to `weight_places` places from `to` on: 16 bytes a row
-    // and block of 32 ranks, 8 bytes a row of a last block of 16.
-    __device__ __forceinline__ void ask_for_weights(char* to, uint32_t n) const {
-        if (n >= site.n_out) return;
-        const uint32_t rows_left = site.n_out - n;
-        const __nv_bfloat16* from = b.matrix + uint64_t(n) * site.max_rank;
-        const uint32_t stride = site.max_rank;
-        uint32_t rank = 0;
-        for (; rank + 32 <= padded_rank; rank += 32) {
-            const __nv_bfloat16* at = from + rank + lane.quarter * 8;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                copy_async16(to, i < rows_left ? at : from, i < rows_left);
-                at += stride;
-                to += kPlaceBytes;
-            }
-        }
-        if (rank == padded_rank) return;
-        const __nv_bfloat16* at = from + rank + lane.quarter * 4;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            copy_async8(to + i % 2 * 8, i < rows_left ? at : from, i < rows_left);
-            at += stride;
-            to += i % 2 * kPlaceBytes;
-        }
-    }
-
-    // `xa @ B^T` of 8 rows, the lane's group's at `x_row`.
-    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* from, const char* x_row) const {
-        uint32_t rank = 0;
-        for (; rank + 32 <= padded_rank; rank += 32) {
-            const uint4 x = *reinterpret_cast<const uint4*>(x_row + rank * 2 + lane.quarter * 16);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint4 low = *reinterpret_cast<const uint4*>(from);
-                const uint4 high = *reinterpret_cast<const uint4*>(from + kPlaceBytes);
-                mma_pair(sum[i], low, high, x);
-                from += 2 * kPlaceBytes;
-            }
-        }
-        if (rank == padded_rank) return;
-        const uint2 x = *reinterpret_cast<const uint2*>(x_row + rank * 2 + lane.quarter * 8);
+    // Folds `count` outputs one at a time.
+    __device__ __forceinline__ void fold_pieces(__nv_bfloat16* at, uint32_t count, int odd, const float (&sum)[4][4]) const {
+        uint16_t* bits = reinterpret_cast<uint16_t*>(at);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint4 both = *reinterpret_cast<const uint4*>(from);
-            mma_16x8x16(sum[i], both.x, both.z, both.y, both.w, x.x, x.y);
-            from += kPlaceBytes;
+            const uint32_t even = 2 * i;
+            const uint32_t low = even < count ? __ldcg(bits + even) : 0;
+            const uint32_t high = even + 1 < count ? __ldcg(bits + even + 1) : 0;
+            const uint32_t v = fold(low | high << 16, scale, sum[i][odd], sum[i][odd + 2]);
+            if (even < count) bits[even] = uint16_t(v);
+            if (even + 1 < count) bits[even + 1] = uint16_t(v >> 16);
         }
     }
 
-    __device__ __forceinline__ void fold_and_store(const OutputRun& run, const uint4& base, int odd,
-                                                   const float (&sum)[4][4]) const {
-        if (run.count == 0) return;
-        uint4 v;
-        v.x = fold(base.x, scale, sum[0][odd], sum[0][odd + 2]);
-        v.y = fold(base.y, scale, sum[1][odd], sum[1][odd + 2]);
-        v.z = fold(base.z, scale, sum[2][odd], sum[2][odd + 2]);
-        v.w = fold(base.w, scale, sum[3][odd], sum[3][odd + 2]);
-        run.store(v);
+    __device__ __forceinline__ uint4 folded(const uint4& base, int odd, const float (&sum)[4][4]) const {
+        return make_uint4(fold(base.x, scale, sum[0][odd], sum[0][odd + 2]), fold(base.y, scale, sum[1][odd], sum[1][odd + 2]),
+                          fold(base.z, scale, sum[2][odd], sum[2][odd + 2]), fold(base.w, scale, sum[3][odd], sum[3][odd + 2]));
+    }
+
+    __device__ __forceinline__ static uint32_t fold(uint32_t base, float scale, float even, float odd) {
+        const uint32_t d = pack_bf16(even, odd);
+        return pack_bf16(fmaf(scale, bf16_low(d), bf16_low(base)), fmaf(scale, bf16_high(d), bf16_high(base)));
     }
 };
 
 // xa of a small tile: the block sums of its rows, added in order.
 __device__ __forceinline__ void load_small_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    const uint32_t quads = t.padded_rank / 4;
+    const uint32_t quads = t.ranks / 4;
     for (uint32_t item = threadIdx.x; item < t.tile.count * quads; item += kExpandThreads) {
         const uint32_t row = item / quads;
         const uint32_t quad = item - row * quads;
-        *reinterpret_cast<uint2*>(xa + row * pitch + quad * 8) = finish_xa<8>(t.p, t.site, t.tile.first + row, quad * 4);
+        *reinterpret_cast<uint2*>(xa + row * pitch + quad * 8) = finish_xa<4>(t.p, t.site, t.tile.first + row, quad * 4);
     }
 }
 
 // xa of a large tile, as the shrink kernel finished it.
 __device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    const uint32_t quads = t.padded_rank / 4;
-    const uint32_t items = t.tile.count * quads;
+    const uint32_t pieces = t.ranks / 8;
+    const uint32_t items = t.tile.count * pieces;
     constexpr int kAhead = 4;
     for (uint32_t first = threadIdx.x; first < items; first += kAhead * kExpandThreads) {
-        uint2 v[kAhead];
+        uint4 v[kAhead];
+        char* to[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t item = min(first + i * kExpandThreads, items - 1);
-            const uint32_t row = item / quads;
-            v[i] = __ldcg(reinterpret_cast<const uint2*>(xa_at(t.p, t.site, t.tile.first + row)) + (item - row * quads));
+            const uint32_t item = first + i * kExpandThreads;
+            const uint32_t row = item / pieces;
+            const uint32_t piece = item - row * pieces;
+            to[i] = xa + row * pitch + piece * 16;
+            v[i] = load16_if(item < items, reinterpret_cast<const uint4*>(xa_at(t.p, t.site, t.tile.first + row)) + piece);
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t item = min(first + i * kExpandThreads, items - 1);
-            const uint32_t row = item / quads;
-            *reinterpret_cast<uint2*>(xa + row * pitch + (item - row * quads) * 8) = v[i];
+            if (first + i * kExpandThreads < items) *reinterpret_cast<uint4*>(to[i]) = v[i];
         }
     }
 }
 
-__device__ __forceinline__ void load_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    if (t.tile.count <= kSmallTileRows) {
-        load_small_xa(t, xa, pitch);
-    } else {
-        load_large_xa(t, xa, pitch);
-    }
-}
-
-// A small tile and up to 64 ranks: everything is asked for at once.
-__device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* shared,
+// A small tile, B in registers of type `W` for `kRuns` runs, of which `runs` is a multiple, at a time.
+template <typename W, int kRuns>
+__device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* xa,
                                                   bool waited) {
-    const uint32_t places = weight_places(t.padded_rank);
     const uint32_t pitch = xa_pitch(t.site.max_rank);
-    char* xa = shared + runs * (weight_places(t.site.max_rank) + 2) * kPlaceBytes;
-    char* weights = shared + threadIdx.x * 16;
-    char* base = weights + runs * places * kPlaceBytes;
-    const uint32_t n = first_output + t.lane.warp * kWarpOutputs + t.lane.group * 8;
-    for (uint32_t i = 0; i < runs; ++i) t.ask_for_weights(weights + i * places * kPlaceBytes, n + i * kBlockOutputs);
-    __nv_bfloat16* const rows[2] = {t.row(2 * t.lane.quarter), t.row(2 * t.lane.quarter + 1)};
-    if (!waited) wait_for_predecessor();
-    for (uint32_t i = 0; i < runs; ++i) {
+    const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
+    const uint32_t n = warp_n + t.lane.group * 8;
+    __nv_bfloat16* rows[2];
+    for (uint32_t done = 0; done < runs; done += kRuns) {
+        W weights[kRuns];
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const OutputRun run = t.run(rows[odd], n + i * kBlockOutputs);
-            if (run.whole) copy_async16(base + (2 * i + odd) * kPlaceBytes, run.at, true);
+        for (int i = 0; i < kRuns; ++i) t.load_weights(weights[i], n + (done + i) * kBlockOutputs, 0);
+        if (done == 0) {
+            rows[0] = t.row(2 * t.lane.quarter);
+            rows[1] = t.row(2 * t.lane.quarter + 1);
+            if (!waited) wait_for_predecessor();
         }
-    }
-    copy_async_commit();
-    load_small_xa(t, xa, pitch);
-    copy_async_wait<0>();
-    __syncthreads();
-    for (uint32_t i = 0; i < runs; ++i) {
-        const uint32_t at = n + i * kBlockOutputs;
-        if (at - t.lane.group * 8 >= t.site.n_out) break;
-        float sum[4][4] = {};
-        t.multiply(sum, weights + i * places * kPlaceBytes, xa + t.lane.group * pitch);
+        uint4 base[kRuns][2];
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            const OutputRun run = t.run(rows[odd], at);
-            const uint4 v = run.whole ? *reinterpret_cast<const uint4*>(base + (2 * i + odd) * kPlaceBytes) : run.load();
-            t.fold_and_store(run, v, odd, sum);
+        for (int i = 0; i < kRuns; ++i) {
+            const uint32_t at = n + (done + i) * kBlockOutputs;
+            const bool whole = t.vector && t.outputs(at) == 8;
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) base[i][odd] = load16_if(whole && rows[odd] != nullptr, rows[odd] + at);
+        }
+        if (done == 0) {
+            load_small_xa(t, xa, pitch);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) {
+            const uint32_t at = n + (done + i) * kBlockOutputs;
+            if (warp_n + (done + i) * kBlockOutputs >= t.site.n_out) return;
+            const uint32_t count = t.outputs(at);
+            const bool whole = t.vector && count == 8;
+            float sum[4][4] = {};
+            weights[i].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                if (rows[odd] == nullptr || count == 0) continue;
+                if (whole) {
+                    *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded(base[i][odd], odd, sum);
+                } else {
+                    t.fold_pieces(rows[odd] + at, count, odd, sum);
+                }
+            }
         }
     }
 }
 
-// Small tiles, up to 64 ranks; a block takes `runs` runs of outputs of one tile.
-__device__ __forceinline__ void expand_small(const DeltaParams& p, uint32_t runs) {
-    extern __shared__ __align__(128) char shared[];
-    const ExpandWork work = expand_work(p, runs);
+// Small tiles, up to `kRanks` ranks (16 or 64); a block takes `runs` runs of outputs of one tile.
+template <int kRanks>
+__device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
+    extern __shared__ __align__(128) char xa[];
+    const ExpandWork work = expand_work(ends, runs);
     const DeltaSite& site = p.sites[work.site];
     const bool waited = begin(p);
-    const uint32_t index = blockIdx.z * gridDim.y + blockIdx.y;
-    const Tile tile = tile_at(p, min(index, p.max_tiles - 1));  // not after the count: one latency less
+    const Tile tile = tile_at(p, blockIdx.y);  // not after the count: one latency less
     Adapter adapter{nullptr, 0};
-    if (index < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kB>(p, site, tile.entry);
+    if (blockIdx.y < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kB>(p, site, tile.entry);
     if (adapter.rank == 0) {
         if (!waited) wait_for_predecessor();
         return;
     }
-    expand_small_tile(ExpandTile(p, site, tile, adapter), work.first_output, runs, shared, waited);
+    const ExpandTile t(p, site, tile, adapter);
+    if (kRanks == 16 || t.ranks == 16) {
+        if (runs == 1) {
+            expand_small_tile<Weights16, 1>(t, work.first_output, runs, xa, waited);
+        } else {
+            expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
+        }
+    } else {
+        expand_small_tile<Weights<2>, 1>(t, work.first_output, runs, xa, waited);
+    }
 }
 
-// Tiles of both kinds, `kBlocks` blocks of 32 ranks of B in registers: that many ranks stay there for all of a tile's rows, more (`kLong`) are read again for
-// every `kRowGroups` times 8 rows. The base rows are asked for `kAhead - 1` times 8 rows ahead.
 constexpr int kAhead = 4;
+constexpr int kPlaceBytes = kExpandThreads * 16;
 
-template <int kBlocks, bool kLong>
-__device__ __forceinline__ void expand_mixed(const DeltaParams& p, uint32_t runs) {
-    constexpr int kRowGroups = kLong ? 4 : 1;
+// The thread's base elements of a large tile, asked for into shared memory `kAhead - 1` units (8 rows, one run of outputs) ahead.
+struct BaseRing {
+    char* places;                  // the thread's first
+    __nv_bfloat16* const* rows;    // out rows of the tile, null past the last one
+    uint32_t quarter;
+
+    __device__ __forceinline__ __nv_bfloat16* row(uint32_t group, int odd) const { return rows[group * 8 + 2 * quarter + odd]; }
+
+    __device__ __forceinline__ void ask(uint32_t unit, uint32_t group, uint32_t n, bool whole) const {
+        char* to = places + unit % kAhead * 2 * kPlaceBytes;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            __nv_bfloat16* at = row(group, odd);
+            if (whole && at != nullptr) copy_async16(to + odd * kPlaceBytes, at + n, true);
+        }
+        copy_async_commit();
+    }
+
+    __device__ __forceinline__ void fold(const ExpandTile& t, uint32_t unit, uint32_t group, uint32_t n, uint32_t count, bool whole,
+                                         const float (&sum)[4][4]) const {
+        const char* from = places + unit % kAhead * 2 * kPlaceBytes;
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            __nv_bfloat16* at = row(group, odd);
+            if (at == nullptr || count == 0) continue;
+            if (whole) {
+                const uint4 v = *reinterpret_cast<const uint4*>(from + odd * kPlaceBytes);
+                *reinterpret_cast<uint4*>(at + n) = t.folded(v, odd, sum);
+            } else {
+                t.fold_pieces(at + n, count, odd, sum);
+            }
+        }
+    }
+};
+
+// Up to `W::kRanks` ranks: B of `kHeld` runs of outputs stays in registers while the tile's rows go by, 8 at a time, all runs of 8 rows before the next
+// 8, so that whole pieces of rows are read and written close in time.
+template <typename W, int kHeld>
+__device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing& ring, uint32_t n, uint32_t runs, const char* xa,
+                                            uint32_t pitch) {
+    const uint32_t groups = (t.tile.count + 7) / 8;
+    W weights[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        if (i < runs) t.load_weights(weights[i], n + i * kBlockOutputs, 0);
+    }
+    uint32_t asked_group = 0, asked_run = 0, asked = 0;
+    const auto ask_next = [&] {
+        const uint32_t at = n + asked_run * kBlockOutputs;
+        const bool present = asked_group < groups;
+        ring.ask(asked, present ? asked_group : 0, at, present && t.vector && t.outputs(at) == 8);
+        ++asked;
+        if (++asked_run == runs) {
+            asked_run = 0;
+            ++asked_group;
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead - 1; ++i) ask_next();
+    uint32_t unit = 0;
+    for (uint32_t group = 0; group < groups; ++group) {
+        const char* x_row = xa + (group * 8 + t.lane.group) * pitch;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            if (i >= runs) break;
+            float sum[4][4] = {};
+            weights[i].multiply(sum, x_row, t.ranks, t.lane.quarter);
+            ask_next();
+            copy_async_wait<kAhead - 1>();
+            const uint32_t at = n + i * kBlockOutputs;
+            const uint32_t count = t.outputs(at);
+            ring.fold(t, unit, group, at, count, t.vector && count == 8, sum);
+            ++unit;
+        }
+    }
+}
+
+// Any rank: B is read again, 64 ranks at a time, for every four times 8 rows.
+__device__ __forceinline__ void expand_long(const ExpandTile& t, const BaseRing& ring, uint32_t n, const char* xa, uint32_t pitch) {
+    constexpr int kRowGroups = 4;
+    const uint32_t groups = (t.tile.count + 7) / 8;
+    const uint32_t count = t.outputs(n);
+    const bool whole = t.vector && count == 8;
+    for (uint32_t first = 0; first < groups; first += kRowGroups) {
+        const uint32_t here = min(groups - first, uint32_t(kRowGroups));
+        for (uint32_t j = 0; j < here; ++j) ring.ask(j, first + j, n, whole);
+        float sum[kRowGroups][4][4] = {};
+        for (uint32_t rank = 0; rank < t.ranks; rank += kRanksABlock) {
+            Weights<kRanksABlock / 32> weights;
+            t.load_weights(weights, n, rank);
+#pragma unroll
+            for (int j = 0; j < kRowGroups; ++j) {
+                if (j >= here) break;
+                const char* x_row = xa + ((first + j) * 8 + t.lane.group) * pitch + rank * 2;
+                weights.multiply(sum[j], x_row, t.ranks - rank, t.lane.quarter);
+            }
+        }
+        copy_async_wait<0>();
+#pragma unroll
+        for (int j = 0; j < kRowGroups; ++j) {
+            if (j >= here) break;
+            ring.fold(t, j, first + j, n, count, whole, sum[j]);
+        }
+    }
+}
+
+// Tiles of both kinds. `kRanks`: the largest padded rank (16, 64 or 512); a block takes `runs` runs of outputs, up to 4.
+template <int kRanks>
+__device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ uint32_t out_rows[kLargeTileRows];
-    const ExpandWork work = expand_work(p, runs);
+    __shared__ __nv_bfloat16* rows[kLargeTileRows];
+    const ExpandWork work = expand_work(ends, runs);
     const DeltaSite& site = p.sites[work.site];
     const uint32_t pitch = xa_pitch(site.max_rank);
-    char* base = shared + threadIdx.x * 16;
     char* xa = shared + 2 * kAhead * kPlaceBytes;
     bool waited = begin(p);
     const uint32_t total = tile_total(p);
@@ -351,56 +430,29 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, uint32_t runs
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
         __syncthreads();
-        if (threadIdx.x < tile.count) out_rows[threadIdx.x] = out_row(p, tile.first + threadIdx.x);
+        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = t.row(threadIdx.x);
         if (!waited) wait_for_predecessor();
         waited = true;
-        load_xa(t, xa, pitch);
+        if (tile.count <= kSmallTileRows) {
+            load_small_xa(t, xa, pitch);
+        } else {
+            load_large_xa(t, xa, pitch);
+        }
         __syncthreads();
-
-        const auto run_of = [&](uint32_t group, int odd, uint32_t n) {
-            const uint32_t row = group * 8 + 2 * t.lane.quarter + odd;
-            if (row >= tile.count) return OutputRun{nullptr, 0, false};
-            return t.run(reinterpret_cast<__nv_bfloat16*>(site.out) + out_rows[row] * site.out_stride, n);
-        };
-        const auto ask_for_base = [&](uint32_t group, uint32_t n) {
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-                const OutputRun run = run_of(group, odd, n);
-                if (run.whole) copy_async16(base + (group % kAhead * 2 + odd) * kPlaceBytes, run.at, true);
-            }
-            copy_async_commit();
-        };
-        const uint32_t groups = (tile.count + 7) / 8;
-        uint32_t n = work.first_output + t.lane.warp * kWarpOutputs + t.lane.group * 8;
-        for (uint32_t i = 0; i < runs; ++i, n += kBlockOutputs) {
-            if (n - t.lane.group * 8 >= site.n_out) break;
-            OutputWeights<kBlocks> b;
-            if (!kLong) b.load(adapter.matrix, site.max_rank, n, site.n_out, 0, t.padded_rank, t.lane.quarter);
-#pragma unroll
-            for (int group = 0; group < kAhead - 1; ++group) ask_for_base(group, n);
-            for (uint32_t first = 0; first < groups; first += kRowGroups) {
-                float sum[kRowGroups][4][4] = {};
-                for (uint32_t rank = 0; rank < t.padded_rank; rank += kBlocks * 32) {
-                    if (kLong) b.load(adapter.matrix, site.max_rank, n, site.n_out, rank, t.padded_rank, t.lane.quarter);
-#pragma unroll
-                    for (int j = 0; j < kRowGroups; ++j) {
-                        if (kLong && first + j >= groups) break;
-                        const char* x_row = xa + ((first + j) * 8 + t.lane.group) * pitch;
-                        b.multiply(sum[j], x_row, rank, t.padded_rank, t.lane.quarter);
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < kRowGroups; ++j) {
-                    if (kLong && first + j >= groups) break;
-                    ask_for_base(first + j + kAhead - 1, n);
-                    copy_async_wait<kAhead - 1>();
-#pragma unroll
-                    for (int odd = 0; odd < 2; ++odd) {
-                        const OutputRun run = run_of(first + j, odd, n);
-                        const char* place = base + ((first + j) % kAhead * 2 + odd) * kPlaceBytes;
-                        t.fold_and_store(run, run.whole ? *reinterpret_cast<const uint4*>(place) : run.load(), odd, sum[j]);
-                    }
-                }
+        const BaseRing ring{shared + threadIdx.x * 16, rows, t.lane.quarter};
+        const uint32_t warp_n = work.first_output + t.lane.warp * kWarpOutputs;
+        const uint32_t left = warp_n < site.n_out ? (site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
+        const uint32_t here = min(runs, left);
+        const uint32_t n = warp_n + t.lane.group * 8;
+        constexpr int kHeld = kRanks == 16 ? 2 : 1;
+        for (uint32_t i = 0; i < here; i += kHeld) {
+            const uint32_t at = n + i * kBlockOutputs;
+            if (kRanks == 16) {
+                expand_held<Weights16, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
+            } else if (kRanks <= kRanksABlock) {
+                expand_held<Weights<kRanksABlock / 32>, kHeld>(t, ring, at, 1, xa, pitch);
+            } else {
+                expand_long(t, ring, at, xa, pitch);
             }
         }
     }

@@ -63,6 +63,11 @@ struct GroupParams {
     uint32_t max_tiles;
 };
 
+// Where each site's share of a grid dimension ends; unused sites end where the last one does.
+struct SiteEnds {
+    uint32_t end[kMaxSites];
+};
+
 static_assert(sizeof(Tile) == 16);
 static_assert(sizeof(DeltaSite) == 88);
 static_assert(offsetof(DeltaSite, a) == 32 && offsetof(DeltaSite, partials) == 64);

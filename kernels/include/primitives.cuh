@@ -30,6 +30,37 @@ __device__ __forceinline__ uint64_t load_u64(const uint64_t* address) {
         : "l"(address), "r"(static_cast<uint32_t>(present))                                   \
         : "memory")
 
+// Loads of what is there, `kOffset` bytes from one base address for all of them.
+template <int kOffset>
+__device__ __forceinline__ uint4 load_weights16(const void* base) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(base), "n"(kOffset)
+                 : "memory");
+    return v;
+}
+
+template <int kOffset>
+__device__ __forceinline__ uint2 load_weights8(const void* base) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2+%3];"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(base), "n"(kOffset)
+                 : "memory");
+    return v;
+}
+
+template <int kOffset>
+__device__ __forceinline__ uint4 load16(const void* base) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(base), "n"(kOffset)
+                 : "memory");
+    return v;
+}
+
 // Weights are read once a launch: past L1, whole lines into L2.
 __device__ __forceinline__ uint4 load_weights16_if(bool present, const void* address) {
     uint4 v;
@@ -50,9 +81,23 @@ __device__ __forceinline__ uint2 load_weights8_if(bool present, const void* addr
     uint2 v;
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"
-        "@p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];\n\t}"
+        "@p ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];\n\t}"
         : "=&r"(v.x), "=&r"(v.y)
         : "l"(address), "r"(static_cast<uint32_t>(present))
+        : "memory");
+    return v;
+}
+
+// 16 bytes where `whole`, else 8 (in x and y) where `half`.
+__device__ __forceinline__ uint4 load_weights16_or_8_if(bool whole, bool half, const void* address) {
+    uint4 v;
+    asm volatile(
+        "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %5, 0;\n\tsetp.ne.u32 q, %6, 0;\n\t"
+        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
+        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n\t"
+        "@q ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%4];\n\t}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(address), "r"(static_cast<uint32_t>(whole)), "r"(static_cast<uint32_t>(half))
         : "memory");
     return v;
 }
@@ -73,13 +118,6 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
                  : "memory");
 }
 
-// The same for 8 bytes.
-__device__ __forceinline__ void copy_async8(void* shared, const void* global, bool present) {
-    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(present ? 8 : 0)
-                 : "memory");
-}
-
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>
@@ -94,6 +132,13 @@ __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepco
 
 __device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-__device__ __forceinline__ uint32_t float_to_bf16_bits(float v) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(v));
+// Two values rounded to nearest even, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
 }
+
+__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+
+__device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -8,7 +8,7 @@
 //
 // Small tiles (up to 8 rows): each of a block's 8 warps holds one chunk of 16 rank rows in registers, straight from global memory;
 // the chunk sums meet in shared memory. The work is reading A once; the loads are issued before the wait for the predecessor.
-// Large tiles (up to 64 rows): chunks of x and of A pass through shared memory in three asynchronous stages; a warp owns 16 rank rows
+// Large tiles (up to 64 rows): chunks of x and of A pass through shared memory in asynchronous stages; a warp owns 16 rank rows
 // and some of the x rows for the whole block, so chunk sums never leave its registers. The last of a tile's k blocks to arrive adds all
 // of them up, in order, for the expand kernel, whose blocks are many; of a small tile each expand block does that itself, which is quicker.
 #pragma once
@@ -26,7 +26,6 @@ static_assert(kChunksPerBlock == kShrinkWarps);
 constexpr int kExchangePitch = kRankGranule + 4;
 constexpr int kExchangeFloats = kShrinkWarps * kSmallTileRows * kExchangePitch;
 
-constexpr int kStages = 3;
 constexpr int kChunkBytes = kChunkK * 2;
 constexpr int kMaxTiledGroups = kRanksABlock / kRankGranule;
 
@@ -40,22 +39,21 @@ __device__ __forceinline__ Lane lane_of_thread() {
     return Lane{threadIdx.x / 32, (threadIdx.x % 32) / 4, threadIdx.x % 4};
 }
 
-// 8 consecutive elements from `k` on of a row of `k_in`, zeros past its end and where `present` is false. Not for weights alone: through the
-// coherent path, since x may have been written by the predecessor.
+// 8 consecutive elements from `at` on, which is element `k` of a row of `k_in`; zeros past its end and where `present` is false. x, unlike weights, takes the
+// coherent path, since the predecessor may have written it.
 template <bool kAligned, bool kWeights>
-__device__ __forceinline__ uint4 load_row8(bool present, const __nv_bfloat16* row, uint32_t k, uint32_t k_in) {
+__device__ __forceinline__ uint4 load_row8(bool present, const __nv_bfloat16* at, uint32_t k, uint32_t k_in) {
     if (kAligned) {
-        return kWeights ? load_weights16_if(present && k < k_in, row + k) : load16_if(present && k < k_in, row + k);
+        return kWeights ? load_weights16_if(present && k < k_in, at) : load16_if(present && k < k_in, at);
     }
     uint4 v = make_uint4(0, 0, 0, 0);
     if (!present) return v;
-    const uint16_t* bits = reinterpret_cast<const uint16_t*>(row);
+    const uint16_t* bits = reinterpret_cast<const uint16_t*>(at);
     uint32_t* words = reinterpret_cast<uint32_t*>(&v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t at = k + 2 * i;
-        const uint32_t low = at < k_in ? __ldcg(bits + at) : 0;
-        const uint32_t high = at + 1 < k_in ? __ldcg(bits + at + 1) : 0;
+        const uint32_t low = k + 2 * i < k_in ? __ldcg(bits + 2 * i) : 0;
+        const uint32_t high = k + 2 * i + 1 < k_in ? __ldcg(bits + 2 * i + 1) : 0;
         words[i] = low | high << 16;
     }
     return v;
@@ -94,26 +92,37 @@ struct WeightChunk {
     uint4 low[kChunkSteps];
     uint4 high[kChunkSteps];
 
+    // `kShort`: rows that are all there get code of their own.
+    template <bool kShort>
     __device__ __forceinline__ void load(const Adapter& adapter, uint32_t first_rank, uint32_t k, uint32_t k_in,
                                          const Lane& lane) {
         const uint32_t row = first_rank + lane.group;
-        const __nv_bfloat16* a = adapter.matrix + uint64_t(row) * k_in;
+        const __nv_bfloat16* a = adapter.matrix + uint64_t(row) * k_in + k + lane.quarter * 8;
         const __nv_bfloat16* a8 = a + uint64_t(8) * k_in;
+        if (kShort && first_rank + kRankGranule <= adapter.rank && k + kChunkK <= k_in) {
+            low[0] = load_weights16<0>(a);
+            high[0] = load_weights16<0>(a8);
+            low[1] = load_weights16<64>(a);
+            high[1] = load_weights16<64>(a8);
+            low[2] = load_weights16<128>(a);
+            high[2] = load_weights16<128>(a8);
+            low[3] = load_weights16<192>(a);
+            high[3] = load_weights16<192>(a8);
+            return;
+        }
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
-            const uint32_t at = k + step * 32 + lane.quarter * 8;
-            low[step] = load_row8<kAligned, true>(row < adapter.rank, a, at, k_in);
-            high[step] = load_row8<kAligned, true>(row + 8 < adapter.rank, a8, at, k_in);
+            const uint32_t at = k + lane.quarter * 8 + step * 32;
+            low[step] = load_row8<kAligned, true>(row < adapter.rank, a + step * 32, at, k_in);
+            high[step] = load_row8<kAligned, true>(row + 8 < adapter.rank, a8 + step * 32, at, k_in);
         }
     }
 };
 
-// x row of `position`, null where there is none.
+// The x row of the `index`th of a tile's rows; past the last one the first one's, whose sums are then not used.
 __device__ __forceinline__ const __nv_bfloat16* x_pointer(const DeltaParams& p, const Tile& tile, uint32_t index) {
-    if (index >= tile.count) return nullptr;
-    const uint32_t row = x_row(p, out_row(p, tile.first + index));
-    if (row >= p.x_row_count) return nullptr;
-    return reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(row) * p.x_stride;
+    const uint32_t row = x_row(p, out_row(p, tile.first + (index < tile.count ? index : 0)));
+    return reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(row, p.x_row_count - 1)) * p.x_stride;
 }
 
 // Adds the warps' chunk sums in order and writes the block's sums of up to 8 rows.
@@ -153,10 +162,18 @@ __device__ __forceinline__ void shrink_rows8(const DeltaParams& p, const DeltaSi
     const uint32_t k = work.k_block * kBlockK + lane.warp * kChunkK;
     for (uint32_t first = 0; first < tile.count; first += kSmallTileRows) {
         if (first > 0) row = x_pointer(p, tile, first + lane.group);
+        const __nv_bfloat16* at = row + k + lane.quarter * 8;
         uint4 x[kChunkSteps];
+        if (kAligned && k + kChunkK <= p.k_in) {
+            x[0] = load16<0>(at);
+            x[1] = load16<64>(at);
+            x[2] = load16<128>(at);
+            x[3] = load16<192>(at);
+        } else {
 #pragma unroll
-        for (int step = 0; step < kChunkSteps; ++step) {
-            x[step] = load_row8<kAligned, false>(row != nullptr, row, k + step * 32 + lane.quarter * 8, p.k_in);
+            for (int step = 0; step < kChunkSteps; ++step) {
+                x[step] = load_row8<kAligned, false>(true, at + step * 32, k + lane.quarter * 8 + step * 32, p.k_in);
+            }
         }
         float sum[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -207,10 +224,11 @@ struct TiledShrink {
     static constexpr int kStageBytes = (kLargeTileRows + kARows) * kChunkBytes;
     static constexpr int kRowsPerWarp = kLargeTileRows * kGroups / kShrinkWarps;
     static constexpr int kColumns = kRowsPerWarp / 8;
+    static constexpr int kStages = kGroups <= 2 ? 4 : 3;
 
     const DeltaParams& p;
     const GroupSet& set;
-    const __nv_bfloat16* const* rows;  // of x, then of A; null where there is none
+    const __nv_bfloat16* const* rows;  // of x, then of A, null past the true rank
     char* stages;
 
     __device__ __forceinline__ void copy_chunk(uint32_t k_block, uint32_t chunk) const {
@@ -310,22 +328,23 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const Gr
     }
 }
 
-// A tile of up to 8 rows, 16 ranks of one site a block.
-__device__ __forceinline__ void shrink_small(const DeltaParams& p) {
+// A tile of up to 8 rows, 16 ranks of one site a block: k block, group of ranks, tile.
+__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& group_ends) {
     __shared__ float exchange[kExchangeFloats];
-    const ShrinkWork work = shrink_work(p, blockIdx.x % p.k_blocks, blockIdx.x / p.k_blocks);
+    const uint32_t site_index = site_of(group_ends, blockIdx.y);
+    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
+    const ShrinkWork work{blockIdx.x, first_rank, site_index};
     const DeltaSite& site = p.sites[work.site];
     const bool waited = begin(p);
-    const uint32_t index = blockIdx.z * gridDim.y + blockIdx.y;
-    const Tile tile = tile_at(p, min(index, p.max_tiles - 1));  // not after the count: one latency less
+    const Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
     Adapter adapter{nullptr, 0};
-    if (index < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
+    if (blockIdx.z < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
     const bool idle = adapter.rank <= work.first_rank;
     WeightChunk<true> a;
     const __nv_bfloat16* row = nullptr;
     if (!idle) {
         const Lane lane = lane_of_thread();
-        a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+        a.load<true>(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
         row = x_pointer(p, tile, lane.group);
     }
     if (!waited) wait_for_predecessor();
@@ -364,7 +383,7 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
                 if (adapter.rank == 0) continue;
                 const ShrinkWork work = set.work[group];
                 WeightChunk<kAligned> a;
-                a.load(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+                a.template load<false>(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
                 if (!waited) wait_for_predecessor();
                 waited = true;
                 shrink_rows8<kAligned>(p, p.sites[work.site], work, tile, a, rows[lane.group],

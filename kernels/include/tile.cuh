@@ -41,6 +41,15 @@ __device__ __forceinline__ uint32_t x_row(const DeltaParams& p, uint32_t out_row
     return p.x_div == 1 ? out_row : out_row / p.x_div;
 }
 
+__device__ __forceinline__ uint32_t site_of(const SiteEnds& ends, uint32_t index) {
+    static_assert(kMaxSites == 4);
+    return (index >= ends.end[0]) + (index >= ends.end[1]) + (index >= ends.end[2]);
+}
+
+__device__ __forceinline__ uint32_t site_start(const SiteEnds& ends, uint32_t site) {
+    return site == 0 ? 0 : site == 1 ? ends.end[0] : site == 2 ? ends.end[1] : ends.end[2];
+}
+
 // The adapter of a tile at a site; `rank` 0 where there is no delta.
 struct Adapter {
     const __nv_bfloat16* matrix;
@@ -58,7 +67,8 @@ __device__ __forceinline__ Adapter adapter_of(const DeltaParams& p, const DeltaS
     const uint64_t table = kFactor == Factor::kA ? site.a_table : site.b_table;
     const uint64_t address = load_u64(reinterpret_cast<const uint64_t*>(table) + entry);
     const uint32_t rank = load_u32(reinterpret_cast<const uint32_t*>(site.rank_table) + entry);
-    return Adapter{reinterpret_cast<const __nv_bfloat16*>(address), address == 0 ? 0 : min(rank, site.max_rank)};
+    const uint32_t present = (address != 0) & (rank != 0);  // not `&&`: both loads at once
+    return Adapter{reinterpret_cast<const __nv_bfloat16*>(address), present * min(rank, site.max_rank)};
 }
 
 __device__ __forceinline__ float scale_of(const DeltaSite& site, uint32_t entry) {
@@ -103,6 +113,6 @@ __device__ __forceinline__ uint2 finish_xa(const DeltaParams& p, const DeltaSite
             total.w = add_bits(total.w, v[i].w);
         }
     }
-    const auto rounded = [](uint32_t sum) { return float_to_bf16_bits(__uint_as_float(sum)); };
-    return make_uint2(rounded(total.x) | rounded(total.y) << 16, rounded(total.z) | rounded(total.w) << 16);
+    return make_uint2(pack_bf16(__uint_as_float(total.x), __uint_as_float(total.y)),
+                      pack_bf16(__uint_as_float(total.z), __uint_as_float(total.w)));
 }

@@ -1,17 +1,26 @@
 #include "expand.cuh"
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 5) lora_expand_small(const __grid_constant__ DeltaParams p, uint32_t runs) {
-    expand_small(p, runs);
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
+lora_expand_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_small<16>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 3) lora_expand_mixed_32(const __grid_constant__ DeltaParams p, uint32_t runs) {
-    expand_mixed<1, false>(p, runs);
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
+lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_small<64>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 3) lora_expand_mixed_64(const __grid_constant__ DeltaParams p, uint32_t runs) {
-    expand_mixed<2, false>(p, runs);
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
+lora_expand_mixed_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_mixed<16>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 2) lora_expand_long(const __grid_constant__ DeltaParams p, uint32_t runs) {
-    expand_mixed<2, true>(p, runs);
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
+lora_expand_mixed_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_mixed<64>(p, ends, runs);
+}
+
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
+lora_expand_long(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_mixed<512>(p, ends, runs);
 }

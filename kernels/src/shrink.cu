@@ -1,7 +1,8 @@
 #include "shrink.cuh"
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4) lora_shrink_small(const __grid_constant__ DeltaParams p) {
-    shrink_small(p);
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
+lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
+    shrink_small(p, group_ends);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p) {

@@ -46,7 +46,7 @@ fn main() -> R<()> {
     println!(
         "{:?} l2 {} target {}",
         b.caps(),
-        b.l2_bytes(),
+        b.caps().l2_bytes,
         b.target().name
     );
     let sites = [
@@ -113,8 +113,9 @@ fn run(
             floor += (adapters * (s.k + n) * rank * 2) as u64 + (rows * n * 4) as u64;
         }
     }
-    let copies = ((4 * b.l2_bytes()).div_ceil(if rows >= 1024 { floor } else { adapter_bytes }) + 1)
-        as usize;
+    let copies =
+        ((4 * b.caps().l2_bytes).div_ceil(if rows >= 1024 { floor } else { adapter_bytes }) + 1)
+            as usize;
     // tables: per copy, site, out: [adapters]
     let nsites: usize = sites.iter().map(|s| s.outs.len()).sum();
     // one big random block reused by device copies

@@ -35,6 +35,8 @@ pub struct DeviceCaps {
     pub units: u32,
     /// Largest shared memory of a block, bytes; on the host a core's first-level cache, as far as kernels assume one.
     pub shared_bytes: u32,
+    /// Bytes of the L2 cache, 0 where it plays no part.
+    pub l2_bytes: u64,
 }
 
 /// What every backend does. Launches only enqueue: they allocate no device memory and never synchronize.

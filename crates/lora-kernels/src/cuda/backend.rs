@@ -1,6 +1,6 @@
 use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
-use super::module::{Kernels, PtxTarget};
+use super::module::{Kernel, Kernels, PtxTarget};
 use super::plan::{KernelLaunch, plan_delta, plan_group_rows};
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{FLAG_TILES_READY, GroupParams};
@@ -22,7 +22,6 @@ pub struct CudaBackend {
     stream: sys::CUstream,
     caps: DeviceCaps,
     target: PtxTarget,
-    l2_bytes: u64,
     just_grouped: JustGrouped,
 }
 
@@ -67,15 +66,14 @@ impl CudaBackend {
             name: device.name.clone(),
             units: device.multiprocessors,
             shared_bytes: device.shared_bytes,
+            l2_bytes: device.l2_bytes,
         };
-        let l2_bytes = device.l2_bytes;
         Ok(Self {
             memory,
             kernels,
             stream,
             caps,
             target,
-            l2_bytes,
             just_grouped: JustGrouped::default(),
         })
     }
@@ -83,11 +81,6 @@ impl CudaBackend {
     /// The PTX in use.
     pub fn target(&self) -> &PtxTarget {
         &self.target
-    }
-
-    /// Bytes of the L2 cache.
-    pub fn l2_bytes(&self) -> u64 {
-        self.l2_bytes
     }
 
     /// Captures what `enqueue` launches on the given stream into a graph.
@@ -192,14 +185,20 @@ impl LoraBackend for CudaBackend {
         } else {
             FLAG_TILES_READY
         };
-        let plan = plan_delta(&params, &self.caps);
-        self.enqueue(&plan.shrink, stream, &mut [(&raw mut params).cast()])?;
-        let mut runs = plan.expand_runs;
-        self.enqueue(
-            &plan.expand,
-            stream,
-            &mut [(&raw mut params).cast(), (&raw mut runs).cast()],
-        )?;
+        let mut plan = plan_delta(&params, &self.caps);
+        let mut shrink = [(&raw mut params).cast(), (&raw mut plan.group_ends).cast()];
+        let taken = if plan.shrink.kernel == Kernel::ShrinkSmall {
+            2
+        } else {
+            1
+        };
+        self.enqueue(&plan.shrink, stream, &mut shrink[..taken])?;
+        let mut expand = [
+            (&raw mut params).cast(),
+            (&raw mut plan.block_ends).cast(),
+            (&raw mut plan.expand_runs).cast(),
+        ];
+        self.enqueue(&plan.expand, stream, &mut expand)?;
         Ok(())
     }
 

@@ -14,10 +14,12 @@ pub enum Kernel {
     ShrinkMixed,
     /// The same for rows that are not 16-byte aligned.
     ShrinkUnaligned,
-    /// Expand and fold, tiles of up to 8 rows, padded rank up to 64.
-    ExpandSmall,
-    /// Expand and fold, tiles of up to 64 rows, padded rank up to 32.
-    ExpandMixed32,
+    /// Expand and fold, tiles of up to 8 rows, padded rank 16.
+    ExpandSmall16,
+    /// The same, padded rank up to 64.
+    ExpandSmall64,
+    /// Expand and fold, tiles of up to 64 rows, padded rank 16.
+    ExpandMixed16,
     /// The same, padded rank up to 64.
     ExpandMixed64,
     /// The same, any padded rank.
@@ -26,13 +28,14 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::GroupRows,
         Self::ShrinkSmall,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
-        Self::ExpandSmall,
-        Self::ExpandMixed32,
+        Self::ExpandSmall16,
+        Self::ExpandSmall64,
+        Self::ExpandMixed16,
         Self::ExpandMixed64,
         Self::ExpandLong,
     ];
@@ -44,8 +47,9 @@ impl Kernel {
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
-            Self::ExpandSmall => "lora_expand_small",
-            Self::ExpandMixed32 => "lora_expand_mixed_32",
+            Self::ExpandSmall16 => "lora_expand_small_16",
+            Self::ExpandSmall64 => "lora_expand_small_64",
+            Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
             Self::ExpandLong => "lora_expand_long",
         }
@@ -55,9 +59,11 @@ impl Kernel {
         match self {
             Self::GroupRows => ModuleName::GroupRows,
             Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
-            Self::ExpandSmall | Self::ExpandMixed32 | Self::ExpandMixed64 | Self::ExpandLong => {
-                ModuleName::Expand
-            }
+            Self::ExpandSmall16
+            | Self::ExpandSmall64
+            | Self::ExpandMixed16
+            | Self::ExpandMixed64
+            | Self::ExpandLong => ModuleName::Expand,
         }
     }
 }

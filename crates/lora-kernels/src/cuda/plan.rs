@@ -2,7 +2,8 @@
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, DeltaParams, DeltaSite, GroupParams, LARGE_TILE_ROWS, RANKS_A_BLOCK, SMALL_TILE_ROWS,
+    BLOCK_K, DeltaParams, DeltaSite, GroupParams, LARGE_TILE_ROWS, MAX_SITES, RANKS_A_BLOCK,
+    SMALL_TILE_ROWS,
 };
 use crate::{DeviceCaps, Tile};
 use lora_weights::RANK_GRANULE;
@@ -25,8 +26,12 @@ pub struct KernelLaunch {
 pub struct DeltaPlan {
     /// Partial sums of `x @ A^T`.
     pub shrink: KernelLaunch,
+    /// Where the 16-rank groups of each site end in y of the shrink grid of small tiles.
+    pub group_ends: [u32; MAX_SITES],
     /// `@ B^T` and the fold.
     pub expand: KernelLaunch,
+    /// Where the blocks of each site end in x of the expand grid.
+    pub block_ends: [u32; MAX_SITES],
     /// Runs of 256 outputs that an expand block makes one after the other.
     pub expand_runs: u32,
 }
@@ -39,19 +44,16 @@ const GROUP_SHARED_BYTES: u32 = 96 * 1024;
 
 /// Times 8 base rows that a block over large tiles has room for.
 const EXPAND_AHEAD: u32 = 4;
-/// Largest padded rank whose B a block holds at once.
-const MOST_RANK_AT_ONCE: u32 = 64;
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
 const BLOCKS_A_UNIT: u32 = 4;
 
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = 256;
 
-const STAGES: u32 = 3;
 const CHUNK_BYTES: u32 = 256;
 /// The exchange of chunk sums that the unaligned kernel keeps in dynamic shared memory.
 const EXCHANGE_BYTES: u32 = 8 * 8 * 20 * 4;
-const MOST_GRID_Y: u32 = 65_535;
+const MOST_GRID_YZ: u32 = 65_535;
 /// Waves of blocks that a grid over both kinds of tile has at most; blocks loop over the rest.
 const MIXED_WAVES: u32 = 8;
 
@@ -59,100 +61,112 @@ const MIXED_WAVES: u32 = 8;
 pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let sites = &params.sites[..params.site_count as usize];
     let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
-    let expand_runs = expand_runs(params, sites, max_rank, caps);
+    let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
+    let (shrink, group_ends) = plan_shrink(params, sites, small, caps);
+    let expand_runs = expand_runs(params, sites, small, caps);
+    let block_ends = ends(sites, |site| {
+        site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
+    });
+    let expand = plan_expand(params, max_rank, small, block_ends);
     DeltaPlan {
-        shrink: plan_shrink(params, sites, caps),
-        expand: plan_expand(params, sites, max_rank, expand_runs),
+        shrink,
+        group_ends,
+        expand,
+        block_ends,
         expand_runs,
     }
 }
 
-fn plan_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) -> KernelLaunch {
+/// Where each site's share ends; unused sites end where the last one does.
+fn ends(sites: &[DeltaSite], share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SITES] {
+    let mut end = 0;
+    std::array::from_fn(|index| {
+        end += sites.get(index).map_or(0, &share);
+        end
+    })
+}
+
+fn plan_shrink(
+    params: &DeltaParams,
+    sites: &[DeltaSite],
+    small: bool,
+    caps: &DeviceCaps,
+) -> (KernelLaunch, [u32; MAX_SITES]) {
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
-    let groups: u32 = sites.iter().map(|site| site.max_rank / RANK_GRANULE).sum();
-    if aligned && params.tile_rows <= SMALL_TILE_ROWS {
-        let grid = [
-            params.k_blocks * groups,
-            tiles_y(params),
-            params.max_tiles.div_ceil(MOST_GRID_Y),
-        ];
-        return KernelLaunch {
+    let group_ends = ends(sites, |site| site.max_rank / RANK_GRANULE);
+    let groups = group_ends[MAX_SITES - 1];
+    if aligned && small {
+        let grid = [params.k_blocks, groups, params.max_tiles];
+        let launch = KernelLaunch {
             kernel: Kernel::ShrinkSmall,
             grid,
             block: SHRINK_THREADS,
             shared_bytes: 0,
         };
+        return (launch, group_ends);
     }
     let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
     let blocks = params.k_blocks * groups.div_ceil(groups_a_block);
     let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
+    let stages = if a_rows > 2 * RANK_GRANULE { 3 } else { 4 };
     let (kernel, shared_bytes) = if aligned {
         (
             Kernel::ShrinkMixed,
-            STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
+            stages * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
         )
     } else {
         (Kernel::ShrinkUnaligned, EXCHANGE_BYTES)
     };
     let most_tiles = (MIXED_WAVES * 2 * caps.units)
         .div_ceil(blocks.max(1))
-        .max(1);
+        .clamp(1, MOST_GRID_YZ);
     let grid = [blocks, params.max_tiles.min(most_tiles), 1];
-    KernelLaunch {
-        kernel,
-        grid,
-        block: SHRINK_THREADS,
-        shared_bytes,
-    }
+    (
+        KernelLaunch {
+            kernel,
+            grid,
+            block: SHRINK_THREADS,
+            shared_bytes,
+        },
+        group_ends,
+    )
 }
 
 fn plan_expand(
     params: &DeltaParams,
-    sites: &[DeltaSite],
     max_rank: u32,
-    runs: u32,
+    small: bool,
+    block_ends: [u32; MAX_SITES],
 ) -> KernelLaunch {
-    let blocks = sites
-        .iter()
-        .map(|site| site.n_out.div_ceil(runs * EXPAND_BLOCK_OUTPUTS))
-        .sum();
     let xa_bytes = params.tile_rows * xa_pitch(max_rank);
-    let place_bytes = 16 * EXPAND_THREADS;
-    if params.tile_rows <= SMALL_TILE_ROWS && max_rank <= MOST_RANK_AT_ONCE {
-        return KernelLaunch {
-            kernel: Kernel::ExpandSmall,
-            grid: [
-                blocks,
-                tiles_y(params),
-                params.max_tiles.div_ceil(MOST_GRID_Y),
-            ],
-            block: EXPAND_THREADS,
-            shared_bytes: runs * (max_rank / 4 + 2) * place_bytes + xa_bytes,
-        };
-    }
-    let kernel = match max_rank {
-        0..=32 => Kernel::ExpandMixed32,
-        33..=MOST_RANK_AT_ONCE => Kernel::ExpandMixed64,
-        _ => Kernel::ExpandLong,
+    let kernel = match (small, max_rank) {
+        (true, 0..=16) => Kernel::ExpandSmall16,
+        (true, 17..=64) => Kernel::ExpandSmall64,
+        (false, 0..=16) => Kernel::ExpandMixed16,
+        (false, 17..=64) => Kernel::ExpandMixed64,
+        (_, 65..) => Kernel::ExpandLong,
     };
+    let shared_bytes = match kernel {
+        Kernel::ExpandSmall16 | Kernel::ExpandSmall64 => xa_bytes,
+        _ => EXPAND_AHEAD * 2 * 16 * EXPAND_THREADS + xa_bytes,
+    };
+    let grid = [
+        block_ends[MAX_SITES - 1],
+        params.max_tiles.min(MOST_GRID_YZ),
+        1,
+    ];
     KernelLaunch {
         kernel,
-        grid: [blocks, tiles_y(params), 1],
+        grid,
         block: EXPAND_THREADS,
-        shared_bytes: EXPAND_AHEAD * 2 * place_bytes + xa_bytes,
+        shared_bytes,
     }
 }
 
-fn tiles_y(params: &DeltaParams) -> u32 {
-    params.max_tiles.min(MOST_GRID_Y)
-}
-
-/// More runs a block mean more bytes in flight and fewer blocks: as many as leave every multiprocessor a few blocks, and as a block has room for
-/// at once.
-fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], max_rank: u32, caps: &DeviceCaps) -> u32 {
-    let small = params.tile_rows <= SMALL_TILE_ROWS;
+/// More runs of outputs a block mean fewer blocks that each do less setting up: as many as leave every multiprocessor a few blocks.
+fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &DeviceCaps) -> u32 {
     let tiles = if small {
         params.max_tiles
     } else {
@@ -162,13 +176,12 @@ fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], max_rank: u32, caps: &
         .iter()
         .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
         .sum();
-    let most = if small {
-        (32 / max_rank.max(1)).clamp(1, 2)
-    } else {
-        4
-    };
+    let most = if small { 2 } else { 4 };
     let wanted = u64::from(runs) * u64::from(tiles) / u64::from(caps.units.max(1) * BLOCKS_A_UNIT);
-    wanted.clamp(1, u64::from(most)) as u32
+    if let (false, Ok(v)) = (small, std::env::var("RUNS")) {
+        return v.parse().unwrap();
+    }
+    wanted.clamp(1, most) as u32
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
