@@ -31,16 +31,12 @@ struct Weights16 {
     static constexpr int kRanks = 16;
     uint2 row[8];
 
-    // `from`: the first row, `rows` of which exist, at the first rank.
+    // `from`: the first row, of which there are `rows` (at least 1), at the first rank. Rows past them repeat the last one; their outputs do not exist.
     __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
         from += quarter * 4;
         if (rows == 8 && stride == 16) return load_all<32>(from);
-        if (rows == 8 && stride == 64) return load_all<128>(from);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            row[i] = load_weights8_if(i < rows, from);
-            from += stride;
-        }
+        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride);
     }
 
     template <int kStride>
@@ -85,8 +81,7 @@ struct Weights {
             const __nv_bfloat16* at = from + block * 32 + quarter * (half ? 4 : 8);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                row[block][i] = load_weights16_or_8_if(whole && i < rows, half && i < rows, at);
-                at += stride;
+                row[block][i] = load_weights16_or_8_if(whole, half, at + uint64_t(min(uint32_t(i), rows - 1)) * stride);
             }
         }
     }
@@ -154,10 +149,14 @@ struct ExpandTile {
           lane(lane_of_thread()),
           vector(site.out % 16 == 0 && site.out_stride % 8 == 0) {}
 
-    // Start of the `index`th of the tile's rows; null past the last one.
-    __device__ __forceinline__ __nv_bfloat16* row(uint32_t index) const {
-        if (index >= tile.count) return nullptr;
-        return reinterpret_cast<__nv_bfloat16*>(site.out) + out_row(p, tile.first + index) * site.out_stride;
+    // Out row of the `index`th of the tile's rows, of the last one past it.
+    __device__ __forceinline__ uint32_t out_row_of(uint32_t index) const {
+        return out_row(p, tile.first + min(index, tile.count - 1));
+    }
+
+    // Start of out row `row`, which is that of the `index`th of the tile's rows; null past the last one.
+    __device__ __forceinline__ __nv_bfloat16* row_start(uint32_t index, uint32_t row) const {
+        return index < tile.count ? reinterpret_cast<__nv_bfloat16*>(site.out) + row * site.out_stride : nullptr;
     }
 
     // Of the thread's 8 outputs from `n` on, how many there are.
@@ -165,9 +164,9 @@ struct ExpandTile {
 
     template <typename W>
     __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
-        const uint32_t rows = outputs(n);
-        weights.load(b + uint64_t(rows == 0 ? 0 : n) * site.max_rank + first_rank, site.max_rank, rows, ranks - first_rank,
-                     lane.quarter);
+        const uint32_t first = min(n, site.n_out - 1);
+        weights.load(b + uint64_t(first) * site.max_rank + first_rank, site.max_rank, min(8u, site.n_out - first),
+                     ranks - first_rank, lane.quarter);
     }
 
     // Folds `count` outputs one at a time.
@@ -195,35 +194,30 @@ struct ExpandTile {
     }
 };
 
-// xa of a small tile: the block sums of its rows, added in order.
+// xa of a small tile: the block sums of its rows, added in order. 16 threads a row, 4 ranks a thread.
 __device__ __forceinline__ void load_small_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    const uint32_t quads = t.ranks / 4;
-    for (uint32_t item = threadIdx.x; item < t.tile.count * quads; item += kExpandThreads) {
-        const uint32_t row = item / quads;
-        const uint32_t quad = item - row * quads;
-        *reinterpret_cast<uint2*>(xa + row * pitch + quad * 8) = finish_xa<4>(t.p, t.site, t.tile.first + row, quad * 4);
+    static_assert(kExpandThreads == kSmallTileRows * 16);
+    const uint32_t row = threadIdx.x / 16;
+    if (row >= t.tile.count) return;
+    for (uint32_t rank = threadIdx.x % 16 * 4; rank < t.ranks; rank += kRanksABlock) {
+        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = finish_xa<3>(t.p, t.site, t.tile.first + row, rank);
     }
 }
 
-// xa of a large tile, as the shrink kernel finished it.
+// xa of a large tile, as the shrink kernel finished it. 8 threads a row, 8 ranks a thread.
 __device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    const uint32_t pieces = t.ranks / 8;
-    const uint32_t items = t.tile.count * pieces;
-    constexpr int kAhead = 4;
-    for (uint32_t first = threadIdx.x; first < items; first += kAhead * kExpandThreads) {
-        uint4 v[kAhead];
-        char* to[kAhead];
+    constexpr int kRowsATurn = kExpandThreads / 8;
+    constexpr int kTurns = kLargeTileRows / kRowsATurn;
+    for (uint32_t rank = threadIdx.x % 8 * 8; rank < t.ranks; rank += kRanksABlock) {
+        uint4 v[kTurns];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const uint32_t item = first + i * kExpandThreads;
-            const uint32_t row = item / pieces;
-            const uint32_t piece = item - row * pieces;
-            to[i] = xa + row * pitch + piece * 16;
-            v[i] = load16_if(item < items, reinterpret_cast<const uint4*>(xa_at(t.p, t.site, t.tile.first + row)) + piece);
+        for (int i = 0; i < kTurns; ++i) {
+            const uint32_t row = threadIdx.x / 8 + i * kRowsATurn;
+            v[i] = load16<0>(xa_at(t.p, t.site, t.tile.first + min(row, t.tile.count - 1)) + rank);
         }
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (first + i * kExpandThreads < items) *reinterpret_cast<uint4*>(to[i]) = v[i];
+        for (int i = 0; i < kTurns; ++i) {
+            *reinterpret_cast<uint4*>(xa + (threadIdx.x / 8 + i * kRowsATurn) * pitch + rank * 2) = v[i];
         }
     }
 }
@@ -241,8 +235,10 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
 #pragma unroll
         for (int i = 0; i < kRuns; ++i) t.load_weights(weights[i], n + (done + i) * kBlockOutputs, 0);
         if (done == 0) {
-            rows[0] = t.row(2 * t.lane.quarter);
-            rows[1] = t.row(2 * t.lane.quarter + 1);
+            const uint32_t even = t.out_row_of(2 * t.lane.quarter);
+            const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
+            rows[0] = t.row_start(2 * t.lane.quarter, even);
+            rows[1] = t.row_start(2 * t.lane.quarter + 1, odd);
             if (!waited) wait_for_predecessor();
         }
         uint4 base[kRuns][2];
@@ -306,6 +302,11 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
 
 constexpr int kAhead = 4;
 constexpr int kPlaceBytes = kExpandThreads * 16;
+
+// Place of a thread among its warp's: the 8 lanes of a row are neighbours as they arrive, and the 8 lanes of a phase of reads are on different banks.
+__device__ __forceinline__ uint32_t base_place(const Lane& lane) {
+    return lane.warp * 32 + lane.quarter * 8 + (lane.group ^ 2 * lane.quarter);
+}
 
 // The thread's base elements of a large tile, asked for into shared memory `kAhead - 1` units (8 rows, one run of outputs) ahead.
 struct BaseRing {
@@ -430,7 +431,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
         __syncthreads();
-        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = t.row(threadIdx.x);
+        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = t.row_start(threadIdx.x, t.out_row_of(threadIdx.x));
         if (!waited) wait_for_predecessor();
         waited = true;
         if (tile.count <= kSmallTileRows) {
@@ -439,7 +440,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
             load_large_xa(t, xa, pitch);
         }
         __syncthreads();
-        const BaseRing ring{shared + threadIdx.x * 16, rows, t.lane.quarter};
+        const BaseRing ring{shared + base_place(t.lane) * 16, rows, t.lane.quarter};
         const uint32_t warp_n = work.first_output + t.lane.warp * kWarpOutputs;
         const uint32_t left = warp_n < site.n_out ? (site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
         const uint32_t here = min(runs, left);

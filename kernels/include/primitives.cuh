@@ -25,9 +25,9 @@ __device__ __forceinline__ uint64_t load_u64(const uint64_t* address) {
     asm volatile(                                                                             \
         "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"                                     \
         "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"            \
-        "@p " kind " {%0,%1,%2,%3}, [%4];\n\t}"                                               \
+        "@p " kind " {%0,%1,%2,%3}, [%4+%6];\n\t}"                                            \
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                      \
-        : "l"(address), "r"(static_cast<uint32_t>(present))                                   \
+        : "l"(base), "r"(static_cast<uint32_t>(present)), "n"(kOffset)                        \
         : "memory")
 
 // Loads of what is there, `kOffset` bytes from one base address for all of them.
@@ -62,31 +62,22 @@ __device__ __forceinline__ uint4 load16(const void* base) {
 }
 
 // Weights are read once a launch: past L1, whole lines into L2.
-__device__ __forceinline__ uint4 load_weights16_if(bool present, const void* address) {
+template <int kOffset>
+__device__ __forceinline__ uint4 load_weights16_if(bool present, const void* base) {
     uint4 v;
     LORA_LOAD16_IF("ld.global.nc.L1::no_allocate.L2::128B.v4.u32");
     return v;
 }
 
 // What earlier launches may have written: from L2.
-__device__ __forceinline__ uint4 load16_if(bool present, const void* address) {
+template <int kOffset = 0>
+__device__ __forceinline__ uint4 load16_if(bool present, const void* base) {
     uint4 v;
     LORA_LOAD16_IF("ld.global.cg.v4.u32");
     return v;
 }
 
 #undef LORA_LOAD16_IF
-
-__device__ __forceinline__ uint2 load_weights8_if(bool present, const void* address) {
-    uint2 v;
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t"
-        "@p ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];\n\t}"
-        : "=&r"(v.x), "=&r"(v.y)
-        : "l"(address), "r"(static_cast<uint32_t>(present))
-        : "memory");
-    return v;
-}
 
 // 16 bytes where `whole`, else 8 (in x and y) where `half`.
 __device__ __forceinline__ uint4 load_weights16_or_8_if(bool whole, bool half, const void* address) {

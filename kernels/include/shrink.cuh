@@ -39,24 +39,39 @@ __device__ __forceinline__ Lane lane_of_thread() {
     return Lane{threadIdx.x / 32, (threadIdx.x % 32) / 4, threadIdx.x % 4};
 }
 
-// 8 consecutive elements from `at` on, which is element `k` of a row of `k_in`; zeros past its end and where `present` is false. x, unlike weights, takes the
-// coherent path, since the predecessor may have written it.
-template <bool kAligned, bool kWeights>
-__device__ __forceinline__ uint4 load_row8(bool present, const __nv_bfloat16* at, uint32_t k, uint32_t k_in) {
-    if (kAligned) {
-        return kWeights ? load_weights16_if(present && k < k_in, at) : load16_if(present && k < k_in, at);
-    }
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (!present) return v;
+// The lane's 8 elements of 32, one element at a time: for rows that are not 16-byte aligned. `left`: elements from `at` to the row's end.
+__device__ __forceinline__ uint4 load_elements(const __nv_bfloat16* at, int left) {
+    uint4 v;
     const uint16_t* bits = reinterpret_cast<const uint16_t*>(at);
     uint32_t* words = reinterpret_cast<uint32_t*>(&v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t low = k + 2 * i < k_in ? __ldcg(bits + 2 * i) : 0;
-        const uint32_t high = k + 2 * i + 1 < k_in ? __ldcg(bits + 2 * i + 1) : 0;
+        const uint32_t low = 2 * i < left ? __ldcg(bits + 2 * i) : 0;
+        const uint32_t high = 2 * i + 1 < left ? __ldcg(bits + 2 * i + 1) : 0;
         words[i] = low | high << 16;
     }
     return v;
+}
+
+// The lane's part of a chunk of a row: 8 elements of every 32 from `at` on, of which `left` are in the row. x, unlike weights, takes the coherent path,
+// since the predecessor may have written it.
+template <bool kAligned, bool kWeights>
+__device__ __forceinline__ void load_chunk(uint4 (&v)[kChunkSteps], const __nv_bfloat16* at, int left) {
+    static_assert(kChunkSteps == 4);
+    if (!kAligned) {
+#pragma unroll
+        for (int step = 0; step < kChunkSteps; ++step) v[step] = load_elements(at + step * 32, left - step * 32);
+    } else if (left > 96) {
+        v[0] = kWeights ? load_weights16<0>(at) : load16<0>(at);
+        v[1] = kWeights ? load_weights16<64>(at) : load16<64>(at);
+        v[2] = kWeights ? load_weights16<128>(at) : load16<128>(at);
+        v[3] = kWeights ? load_weights16<192>(at) : load16<192>(at);
+    } else {
+        v[0] = kWeights ? load_weights16_if<0>(left > 0, at) : load16_if<0>(left > 0, at);
+        v[1] = kWeights ? load_weights16_if<64>(left > 32, at) : load16_if<64>(left > 32, at);
+        v[2] = kWeights ? load_weights16_if<128>(left > 64, at) : load16_if<128>(left > 64, at);
+        v[3] = make_uint4(0, 0, 0, 0);
+    }
 }
 
 __device__ __forceinline__ void mma_pair(float (&sum)[4], const uint4& low, const uint4& high, const uint4& x) {
@@ -86,36 +101,19 @@ __device__ __forceinline__ uint32_t chunks_of_block(const DeltaParams& p, uint32
     return min(uint32_t(kChunksPerBlock), (p.k_in - k_block * kBlockK + kChunkK - 1) / kChunkK);
 }
 
-// One chunk of 16 rows of A, from row `first_rank` on; rows at or past the true rank are zeros and are not read.
+// One chunk of 16 rows of A, from row `first_rank` on. Past the true rank the last row is repeated: it makes sums that meet B's zeros.
 template <bool kAligned>
 struct WeightChunk {
     uint4 low[kChunkSteps];
     uint4 high[kChunkSteps];
 
-    // `kShort`: rows that are all there get code of their own.
-    template <bool kShort>
     __device__ __forceinline__ void load(const Adapter& adapter, uint32_t first_rank, uint32_t k, uint32_t k_in,
                                          const Lane& lane) {
         const uint32_t row = first_rank + lane.group;
-        const __nv_bfloat16* a = adapter.matrix + uint64_t(row) * k_in + k + lane.quarter * 8;
-        const __nv_bfloat16* a8 = a + uint64_t(8) * k_in;
-        if (kShort && first_rank + kRankGranule <= adapter.rank && k + kChunkK <= k_in) {
-            low[0] = load_weights16<0>(a);
-            high[0] = load_weights16<0>(a8);
-            low[1] = load_weights16<64>(a);
-            high[1] = load_weights16<64>(a8);
-            low[2] = load_weights16<128>(a);
-            high[2] = load_weights16<128>(a8);
-            low[3] = load_weights16<192>(a);
-            high[3] = load_weights16<192>(a8);
-            return;
-        }
-#pragma unroll
-        for (int step = 0; step < kChunkSteps; ++step) {
-            const uint32_t at = k + lane.quarter * 8 + step * 32;
-            low[step] = load_row8<kAligned, true>(row < adapter.rank, a + step * 32, at, k_in);
-            high[step] = load_row8<kAligned, true>(row + 8 < adapter.rank, a8 + step * 32, at, k_in);
-        }
+        const uint32_t at = k + lane.quarter * 8;
+        const __nv_bfloat16* a = adapter.matrix + at;
+        load_chunk<kAligned, true>(low, a + uint64_t(min(row, adapter.rank - 1)) * k_in, int(k_in - at));
+        load_chunk<kAligned, true>(high, a + uint64_t(min(row + 8, adapter.rank - 1)) * k_in, int(k_in - at));
     }
 };
 
@@ -153,33 +151,24 @@ __device__ __forceinline__ void exchange_and_store(const DeltaParams& p, const D
     __syncthreads();
 }
 
-// `row` is the x row of the lane's group.
-template <bool kAligned>
+// `row` is the x row of the lane's group. `kSmall`: the tile has at most 8 rows.
+template <bool kAligned, bool kSmall>
 __device__ __forceinline__ void shrink_rows8(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
                                              const Tile& tile, const WeightChunk<kAligned>& a,
                                              const __nv_bfloat16* row, float* exchange) {
     const Lane lane = lane_of_thread();
     const uint32_t k = work.k_block * kBlockK + lane.warp * kChunkK;
     for (uint32_t first = 0; first < tile.count; first += kSmallTileRows) {
-        if (first > 0) row = x_pointer(p, tile, first + lane.group);
-        const __nv_bfloat16* at = row + k + lane.quarter * 8;
+        if (!kSmall && first > 0) row = x_pointer(p, tile, first + lane.group);
+        const uint32_t at = k + lane.quarter * 8;
         uint4 x[kChunkSteps];
-        if (kAligned && k + kChunkK <= p.k_in) {
-            x[0] = load16<0>(at);
-            x[1] = load16<64>(at);
-            x[2] = load16<128>(at);
-            x[3] = load16<192>(at);
-        } else {
-#pragma unroll
-            for (int step = 0; step < kChunkSteps; ++step) {
-                x[step] = load_row8<kAligned, false>(true, at + step * 32, k + lane.quarter * 8 + step * 32, p.k_in);
-            }
-        }
+        load_chunk<kAligned, false>(x, row + at, int(p.k_in - at));
         float sum[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, a.low[step], a.high[step], x[step]);
         exchange_and_store(p, site, work, tile.first + first, min(tile.count - first, uint32_t(kSmallTileRows)), sum,
                            exchange, lane);
+        if (kSmall) break;
     }
 }
 
@@ -328,27 +317,32 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const Gr
     }
 }
 
-// A tile of up to 8 rows, 16 ranks of one site a block: k block, group of ranks, tile.
-__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& group_ends) {
+// A tile of up to 8 rows at one site, 16 ranks at a time: k block; site and first group of ranks; tile. `kLoop`: the site's share of the grid
+// may be smaller than its groups, a block then takes several; a pool's padded rank costs no more blocks than the true one.
+template <bool kLoop>
+__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& ends) {
     __shared__ float exchange[kExchangeFloats];
-    const uint32_t site_index = site_of(group_ends, blockIdx.y);
-    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
-    const ShrinkWork work{blockIdx.x, first_rank, site_index};
+    const uint32_t site_index = site_of(ends, blockIdx.y);
+    const uint32_t start = site_start(ends, site_index);
+    ShrinkWork work{blockIdx.x, (blockIdx.y - start) * kRankGranule, site_index};
     const DeltaSite& site = p.sites[work.site];
-    const bool waited = begin(p);
+    bool waited = begin(p);
     const Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
     Adapter adapter{nullptr, 0};
     if (blockIdx.z < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-    const bool idle = adapter.rank <= work.first_rank;
-    WeightChunk<true> a;
-    const __nv_bfloat16* row = nullptr;
-    if (!idle) {
+#pragma unroll 1
+    while (work.first_rank < adapter.rank) {
         const Lane lane = lane_of_thread();
-        a.load<true>(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-        row = x_pointer(p, tile, lane.group);
+        WeightChunk<true> a;
+        a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+        const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
+        if (!waited) wait_for_predecessor();
+        waited = true;
+        shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
+        if (!kLoop) break;
+        work.first_rank += (ends.end[site_index] - start) * kRankGranule;
     }
     if (!waited) wait_for_predecessor();
-    if (!idle) shrink_rows8<true>(p, site, work, tile, a, row, exchange);
 }
 
 // Tiles of both kinds; a block takes up to 64 ranks, of several sites where they have fewer, so that x is read once. Without 16-byte aligned
@@ -383,10 +377,10 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
                 if (adapter.rank == 0) continue;
                 const ShrinkWork work = set.work[group];
                 WeightChunk<kAligned> a;
-                a.template load<false>(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+                a.load(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
                 if (!waited) wait_for_predecessor();
                 waited = true;
-                shrink_rows8<kAligned>(p, p.sites[work.site], work, tile, a, rows[lane.group],
+                shrink_rows8<kAligned, false>(p, p.sites[work.site], work, tile, a, rows[lane.group],
                                        reinterpret_cast<float*>(shared));
             }
         } else {

@@ -1,8 +1,13 @@
 #include "shrink.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
-lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
-    shrink_small(p, group_ends);
+lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
+    shrink_small<false>(p, ends);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 3)
+lora_shrink_small_loop(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
+    shrink_small<true>(p, ends);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p) {

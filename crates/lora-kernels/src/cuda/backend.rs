@@ -187,10 +187,9 @@ impl LoraBackend for CudaBackend {
         };
         let mut plan = plan_delta(&params, &self.caps);
         let mut shrink = [(&raw mut params).cast(), (&raw mut plan.group_ends).cast()];
-        let taken = if plan.shrink.kernel == Kernel::ShrinkSmall {
-            2
-        } else {
-            1
+        let taken = match plan.shrink.kernel {
+            Kernel::ShrinkSmall | Kernel::ShrinkSmallLoop => 2,
+            _ => 1,
         };
         self.enqueue(&plan.shrink, stream, &mut shrink[..taken])?;
         let mut expand = [
