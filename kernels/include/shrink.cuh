@@ -183,20 +183,19 @@ struct GroupSet {
     ShrinkWork work[kMaxTiledGroups];
     Adapter adapter[kMaxTiledGroups];
 
-    // `rank` 0 where the tile has no delta at the group's site, or not that many ranks.
-    __device__ __forceinline__ void find(const DeltaParams& p, uint32_t entry, uint32_t k_block, uint32_t set) {
-        if (threadIdx.x >= kMaxTiledGroups) return;
-        const ShrinkWork own = shrink_work(p, k_block, set * kMaxTiledGroups + threadIdx.x);
+    // Called by one thread for each of the set's ranks: the row of A of rank `rank` of the set, null past the true rank. `adapter.rank` is 0 where the tile has
+    // no delta at the group's site, or not that many ranks.
+    __device__ __forceinline__ const __nv_bfloat16* find(const DeltaParams& p, uint32_t entry, uint32_t set, uint32_t rank) {
+        const uint32_t group = rank / kRankGranule;
+        const ShrinkWork own = shrink_work(p, 0, set * kMaxTiledGroups + group);
         Adapter found = adapter_of<Factor::kA>(p, p.sites[own.site], entry);
         if (found.rank <= own.first_rank) found.rank = 0;
-        work[threadIdx.x] = own;
-        adapter[threadIdx.x] = found;
-    }
-
-    // Row `row` of A of a group; null past the true rank.
-    __device__ __forceinline__ const __nv_bfloat16* a_pointer(const DeltaParams& p, uint32_t group, uint32_t row) const {
-        const uint32_t rank = work[group].first_rank + row;
-        return rank < adapter[group].rank ? adapter[group].matrix + uint64_t(rank) * p.k_in : nullptr;
+        if (rank % kRankGranule == 0) {
+            work[group] = own;
+            adapter[group] = found;
+        }
+        const uint32_t row = own.first_rank + rank % kRankGranule;
+        return row < found.rank ? found.matrix + uint64_t(row) * p.k_in : nullptr;
     }
 
     // Groups up to the last one with a delta.
@@ -289,9 +288,9 @@ struct TiledShrink {
     }
 };
 
-// Called by all threads once a block's partial sums of a large tile are stored: the last k block to arrive finishes the tile.
+// Called by all threads once a block's partial sums of a large tile are stored, those of `blocks` k blocks: the last to arrive finishes the tile.
 __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const GroupSet& set, const Tile& tile,
-                                                  uint32_t set_index) {
+                                                  uint32_t set_index, uint32_t blocks) {
     __shared__ bool last;
     const uint32_t place = (tile.first - p.pass_first) / kSmallTileRows;
     const uint64_t tiles = p.pass_rows / kSmallTileRows + 1;
@@ -299,7 +298,7 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const Gr
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(counter, 1u) + 1 == p.k_blocks;
+        last = atomicAdd(counter, blocks) + blocks == p.k_blocks;
         if (last) *counter = 0;
     }
     __syncthreads();
@@ -345,48 +344,55 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
     if (!waited) wait_for_predecessor();
 }
 
-// Tiles of both kinds; a block takes up to 64 ranks, of several sites where they have fewer, so that x is read once. Without 16-byte aligned
+// A set's groups one after the other, 8 rows at a time.
+template <bool kAligned>
+__device__ __forceinline__ void shrink_groups(const DeltaParams& p, const GroupSet& set, int groups, uint32_t k_block,
+                                              const Tile& tile, const __nv_bfloat16* row, float* exchange) {
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+        const Adapter adapter = set.adapter[group];
+        if (adapter.rank == 0) continue;
+        const Lane lane = lane_of_thread();
+        const ShrinkWork work{k_block, set.work[group].first_rank, set.work[group].site};
+        WeightChunk<kAligned> a;
+        a.load(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+        shrink_rows8<kAligned, false>(p, p.sites[work.site], work, tile, a, row, exchange);
+    }
+}
+
+// Tiles of both kinds; a block takes up to 64 ranks, of several sites where they have fewer, so that x is read once, and one of `parts` equal parts
+// of the k blocks. Without 16-byte aligned
 // rows (`kAligned` false) large tiles are taken 8 rows at a time.
 template <bool kAligned>
-__device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
+__device__ __forceinline__ void shrink_mixed(const DeltaParams& p, uint32_t parts) {
     extern __shared__ __align__(128) char shared[];
     __shared__ const __nv_bfloat16* rows[kLargeTileRows + kRanksABlock];
     __shared__ GroupSet set;
     const Lane lane = lane_of_thread();
-    const uint32_t k_block = blockIdx.x % p.k_blocks;
-    const uint32_t set_index = blockIdx.x / p.k_blocks;
+    const uint32_t set_index = blockIdx.x / parts;
+    const uint32_t blocks_a_part = (p.k_blocks + parts - 1) / parts;
+    const uint32_t first_block = blockIdx.x % parts * blocks_a_part;
+    const uint32_t blocks = min(blocks_a_part, p.k_blocks - min(first_block, p.k_blocks));
     bool waited = begin(p);
     const uint32_t total = tile_total(p);
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
         const Tile tile = tile_at(p, index);
-        if (!tile_in_pass(p, tile)) continue;
+        if (!tile_in_pass(p, tile) || blocks == 0) continue;
         __syncthreads();
-        set.find(p, tile.entry, k_block, set_index);
-        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
-        __syncthreads();
-        if (threadIdx.x < kRanksABlock) {
-            rows[kLargeTileRows + threadIdx.x] = set.a_pointer(p, threadIdx.x / kRankGranule, threadIdx.x % kRankGranule);
+        if (threadIdx.x < kLargeTileRows) {
+            rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
+        } else if (threadIdx.x < kLargeTileRows + kRanksABlock) {
+            rows[threadIdx.x] = set.find(p, tile.entry, set_index, threadIdx.x - kLargeTileRows);
         }
         __syncthreads();
         const int groups = set.count();
         if (groups == 0) continue;
-        if (!kAligned || tile.count <= kSmallTileRows) {
-#pragma unroll 1
-            for (int group = 0; group < groups; ++group) {
-                const Adapter adapter = set.adapter[group];
-                if (adapter.rank == 0) continue;
-                const ShrinkWork work = set.work[group];
-                WeightChunk<kAligned> a;
-                a.load(adapter, work.first_rank, k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-                if (!waited) wait_for_predecessor();
-                waited = true;
-                shrink_rows8<kAligned, false>(p, p.sites[work.site], work, tile, a, rows[lane.group],
-                                       reinterpret_cast<float*>(shared));
-            }
-        } else {
-            if (!waited) wait_for_predecessor();
-            waited = true;
-            if (groups == 1) {
+        if (!waited) wait_for_predecessor();
+        waited = true;
+        for (uint32_t k_block = first_block; k_block < first_block + blocks; ++k_block) {
+            if (!kAligned || tile.count <= kSmallTileRows) {
+                shrink_groups<kAligned>(p, set, groups, k_block, tile, rows[lane.group], reinterpret_cast<float*>(shared));
+            } else if (groups == 1) {
                 TiledShrink<1>{p, set, rows, shared}.run(k_block, tile, lane);
             } else if (groups == 2) {
                 TiledShrink<2>{p, set, rows, shared}.run(k_block, tile, lane);
@@ -394,7 +400,7 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p) {
                 TiledShrink<4>{p, set, rows, shared}.run(k_block, tile, lane);
             }
         }
-        if (tile.count > kSmallTileRows) finish_large_tile(p, set, tile, set_index);
+        if (tile.count > kSmallTileRows) finish_large_tile(p, set, tile, set_index, blocks);
     }
     if (!waited) wait_for_predecessor();
 }

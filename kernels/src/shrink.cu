@@ -10,10 +10,10 @@ lora_shrink_small_loop(const __grid_constant__ DeltaParams p, const SiteEnds end
     shrink_small<true>(p, ends);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p) {
-    shrink_mixed<true>(p);
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
+    shrink_mixed<true>(p, parts);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1) lora_shrink_unaligned(const __grid_constant__ DeltaParams p) {
-    shrink_mixed<false>(p);
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1) lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts) {
+    shrink_mixed<false>(p, parts);
 }

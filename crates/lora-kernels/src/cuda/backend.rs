@@ -186,12 +186,15 @@ impl LoraBackend for CudaBackend {
             FLAG_TILES_READY
         };
         let mut plan = plan_delta(&params, &self.caps);
-        let mut shrink = [(&raw mut params).cast(), (&raw mut plan.group_ends).cast()];
-        let taken = match plan.shrink.kernel {
-            Kernel::ShrinkSmall | Kernel::ShrinkSmallLoop => 2,
-            _ => 1,
+        let second = match plan.shrink.kernel {
+            Kernel::ShrinkSmall | Kernel::ShrinkSmallLoop => (&raw mut plan.group_ends).cast(),
+            _ => (&raw mut plan.k_parts).cast(),
         };
-        self.enqueue(&plan.shrink, stream, &mut shrink[..taken])?;
+        self.enqueue(
+            &plan.shrink,
+            stream,
+            &mut [(&raw mut params).cast(), second],
+        )?;
         let mut expand = [
             (&raw mut params).cast(),
             (&raw mut plan.block_ends).cast(),

@@ -28,6 +28,8 @@ pub struct DeltaPlan {
     pub shrink: KernelLaunch,
     /// Where the 16-rank groups of each site end in y of the shrink grid of small tiles.
     pub group_ends: [u32; MAX_SITES],
+    /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
+    pub k_parts: u32,
     /// `@ B^T` and the fold.
     pub expand: KernelLaunch,
     /// Where the blocks of each site end in x of the expand grid.
@@ -56,21 +58,32 @@ const EXCHANGE_BYTES: u32 = 8 * 8 * 20 * 4;
 const MOST_GRID_YZ: u32 = 65_535;
 /// Waves of blocks that a grid over both kinds of tile has at most; blocks loop over the rest.
 const MIXED_WAVES: u32 = 8;
+/// Blocks over large tiles that a multiprocessor runs at once.
+const MIXED_BLOCKS_A_UNIT: u32 = 2;
+/// Parts of the k blocks that are considered.
+const MOST_PARTS: u32 = 64;
+
+struct ShrinkPlan {
+    launch: KernelLaunch,
+    ends: [u32; MAX_SITES],
+    parts: u32,
+}
 
 /// Plans a delta launch.
 pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let sites = &params.sites[..params.site_count as usize];
     let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
-    let (shrink, group_ends) = plan_shrink(params, sites, small, caps);
+    let shrink = plan_shrink(params, sites, small, caps);
     let expand_runs = expand_runs(params, sites, small, caps);
     let block_ends = ends(sites, |site| {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
     });
     let expand = plan_expand(params, max_rank, small, block_ends);
     DeltaPlan {
-        shrink,
-        group_ends,
+        shrink: shrink.launch,
+        group_ends: shrink.ends,
+        k_parts: shrink.parts,
         expand,
         block_ends,
         expand_runs,
@@ -91,7 +104,7 @@ fn plan_shrink(
     sites: &[DeltaSite],
     small: bool,
     caps: &DeviceCaps,
-) -> (KernelLaunch, [u32; MAX_SITES]) {
+) -> ShrinkPlan {
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
@@ -110,20 +123,22 @@ fn plan_shrink(
             Kernel::ShrinkSmallLoop
         };
         let grid = [params.k_blocks, group_ends[MAX_SITES - 1], params.max_tiles];
-        return (
-            KernelLaunch {
-                kernel,
-                grid,
-                block: SHRINK_THREADS,
-                shared_bytes: 0,
-            },
-            group_ends,
-        );
+        let launch = KernelLaunch {
+            kernel,
+            grid,
+            block: SHRINK_THREADS,
+            shared_bytes: 0,
+        };
+        return ShrinkPlan {
+            launch,
+            ends: group_ends,
+            parts: params.k_blocks,
+        };
     }
     let group_ends = ends(sites, groups);
     let groups = group_ends[MAX_SITES - 1];
     let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
-    let blocks = params.k_blocks * groups.div_ceil(groups_a_block);
+    let sets = groups.div_ceil(groups_a_block);
     let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
     let stages = if a_rows > 2 * RANK_GRANULE { 3 } else { 4 };
     let (kernel, shared_bytes) = if aligned {
@@ -134,19 +149,35 @@ fn plan_shrink(
     } else {
         (Kernel::ShrinkUnaligned, EXCHANGE_BYTES)
     };
-    let most_tiles = (MIXED_WAVES * 2 * caps.units)
+    let parts = k_parts(params, sets, caps);
+    let blocks = parts * sets;
+    let most_tiles = (MIXED_WAVES * MIXED_BLOCKS_A_UNIT * caps.units)
         .div_ceil(blocks.max(1))
         .clamp(1, MOST_GRID_YZ);
     let grid = [blocks, params.max_tiles.min(most_tiles), 1];
-    (
-        KernelLaunch {
+    ShrinkPlan {
+        launch: KernelLaunch {
             kernel,
             grid,
             block: SHRINK_THREADS,
             shared_bytes,
         },
-        group_ends,
-    )
+        ends: group_ends,
+        parts,
+    }
+}
+
+/// In how many parts the k blocks of a large tile are taken: what ends soonest, a block's start costing about two fifths of a k block.
+fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
+    let room = u64::from(caps.units.max(1) * MIXED_BLOCKS_A_UNIT);
+    let tiles = u64::from(params.rows.div_ceil(LARGE_TILE_ROWS)) * u64::from(sets);
+    let cost = |parts: u32| {
+        let waves = (tiles * u64::from(parts)).div_ceil(room);
+        waves * (2 + 5 * u64::from(params.k_blocks.div_ceil(parts)))
+    };
+    (1..=params.k_blocks.clamp(1, MOST_PARTS))
+        .min_by_key(|parts| cost(*parts))
+        .unwrap_or(1)
 }
 
 fn plan_expand(
@@ -191,11 +222,8 @@ fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &De
         .iter()
         .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
         .sum();
-    let most = if small { 2 } else { 4 };
+    let most = 2;
     let wanted = u64::from(runs) * u64::from(tiles) / u64::from(caps.units.max(1) * BLOCKS_A_UNIT);
-    if let (false, Ok(v)) = (small, std::env::var("RUNS")) {
-        return v.parse().unwrap();
-    }
     wanted.clamp(1, most) as u32
 }
 
