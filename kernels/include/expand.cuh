@@ -1,8 +1,7 @@
 // Expand and fold: `out = bf16(out + scale * bf16(xa @ B^T))` with `xa = bf16(sum of partials)`.
 //
-// Block sums are added in order. The contraction over the rank, padded to 16, runs in blocks of 32 (two MMAs) and at the end one of 16 where
-// the padded rank is an odd multiple of 16: what a row gets depends on its adapter's true rank alone, never on the pool's. Inside a block of 32
-// lane quarter t takes ranks 8t..8t+7, inside one of 16 ranks 4t..4t+3.
+// Block sums are added in order. The contraction over the rank runs in groups of 16, one MMA each, in order; groups past the true rank would add zeros
+// and are skipped. Inside a group lane quarter t takes ranks 4t..4t+3, so that a fragment is one 8-byte load.
 //
 // A warp makes 64 outputs of 8 rows at a time with four MMAs whose 16 rows are interleaved: rows g and g + 8 of MMA i are outputs 8g + 2i and
 // 8g + 2i + 1. So a thread owns 8 adjacent outputs of two rows, which it loads and stores as 16 bytes, and the 8 rows of B that they need.
@@ -21,26 +20,41 @@ constexpr int kExpandWarps = kExpandThreads / 32;
 constexpr int kWarpOutputs = 64;
 constexpr int kBlockOutputs = kExpandWarps * kWarpOutputs;
 
-// Bytes from one row of xa in shared memory to the next: 16 ranks are read 8 bytes a lane, more are read 16 bytes a lane.
-__device__ __forceinline__ uint32_t xa_pitch(uint32_t max_rank) {
-    return max_rank <= kRankGranule ? kRankGranule * 2 : (max_rank * 2 + 127) / 128 * 128 + 64;
-}
+// Bytes from one row of xa in shared memory to the next: an odd multiple of 32, so that the 16 lanes of a phase, 8 bytes each of 4 rows, are on
+// different banks.
+__device__ __forceinline__ uint32_t xa_pitch(uint32_t max_rank) { return (max_rank / kRankGranule | 1) * kRankGranule * 2; }
 
-// The thread's 8 rows of B, 16 ranks.
-struct Weights16 {
-    static constexpr int kRanks = 16;
-    uint2 row[8];
+// The thread's 8 rows of B, up to `kGroups` groups of 16 ranks.
+template <int kGroups>
+struct Weights {
+    static constexpr int kRanks = kGroups * kRankGranule;
+    uint2 row[kGroups][8];
 
-    // `from`: the first row, of which there are `rows` (at least 1), at the first rank. Rows past them repeat the last one; their outputs do not exist.
-    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
+    // `from`: the first row, of which there are `rows` (at least 1), at the first rank; `ranks` of them are wanted. Rows past them repeat the last one; their
+    // outputs do not exist.
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
+                                         uint32_t quarter) {
         from += quarter * 4;
-        if (rows == 8 && stride == 16) return load_all<32>(from);
+        if (rows == 8 && stride == kRanks) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride);
+            for (int group = 0; group < kGroups; ++group) {
+                if (group * kRankGranule < ranks) load_rows<kRanks * 2>(row[group], from + group * kRankGranule);
+            }
+            return;
+        }
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            if (group * kRankGranule >= ranks) break;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                row[group][i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride + group * kRankGranule);
+            }
+        }
     }
 
+    // Rows whose distance in bytes is known: one address for all of them.
     template <int kStride>
-    __device__ __forceinline__ void load_all(const void* from) {
+    __device__ __forceinline__ static void load_rows(uint2 (&row)[8], const void* from) {
         row[0] = load_weights8<0 * kStride>(from);
         row[1] = load_weights8<1 * kStride>(from);
         row[2] = load_weights8<2 * kStride>(from);
@@ -51,67 +65,17 @@ struct Weights16 {
         row[7] = load_weights8<7 * kStride>(from);
     }
 
-    // Adds `xa @ B^T` of 8 rows; `xa` is the row of the lane's group at the first rank.
-    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
-        const uint2 x = *reinterpret_cast<const uint2*>(xa + quarter * 8);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            mma_16x8x16(sum[i], row[2 * i].x, row[2 * i + 1].x, row[2 * i].y, row[2 * i + 1].y, x.x, x.y);
-        }
-    }
-};
-
-// The thread's 8 rows of B, up to `kBlocks` blocks of 32 ranks, the last of which may be one of 16.
-template <int kBlocks>
-struct Weights {
-    static constexpr int kRanks = kBlocks * 32;
-    uint4 row[kBlocks][8];
-
-    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
-                                         uint32_t quarter) {
-        if (rows == 8 && stride == 64 && ranks >= kRanks) {
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block) load_all<128>(row[block], from + block * 32 + quarter * 8);
-            return;
-        }
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            const bool whole = block * 32 + 32 <= ranks;
-            const bool half = block * 32 + 16 == ranks;
-            const __nv_bfloat16* at = from + block * 32 + quarter * (half ? 4 : 8);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                row[block][i] = load_weights16_or_8_if(whole, half, at + uint64_t(min(uint32_t(i), rows - 1)) * stride);
-            }
-        }
-    }
-
-    template <int kStride>
-    __device__ __forceinline__ static void load_all(uint4 (&row)[8], const void* from) {
-        row[0] = load_weights16<0 * kStride>(from);
-        row[1] = load_weights16<1 * kStride>(from);
-        row[2] = load_weights16<2 * kStride>(from);
-        row[3] = load_weights16<3 * kStride>(from);
-        row[4] = load_weights16<4 * kStride>(from);
-        row[5] = load_weights16<5 * kStride>(from);
-        row[6] = load_weights16<6 * kStride>(from);
-        row[7] = load_weights16<7 * kStride>(from);
-    }
-
+    // Adds `xa @ B^T` of 8 rows over `ranks` ranks at most; `xa` is the row of the lane's group at the first rank.
     __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t ranks, uint32_t quarter) const {
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            if (block * 32 + 32 <= ranks) {
-                const uint4 x = *reinterpret_cast<const uint4*>(xa + block * 64 + quarter * 16);
+        for (int group = 0; group < kGroups; ++group) {
+            if (group * kRankGranule >= ranks) break;
+            const uint2 x = *reinterpret_cast<const uint2*>(xa + group * kRankGranule * 2 + quarter * 8);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma_pair(sum[i], row[block][2 * i], row[block][2 * i + 1], x);
-            } else if (block * 32 + 16 == ranks) {
-                const uint2 x = *reinterpret_cast<const uint2*>(xa + block * 64 + quarter * 8);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    mma_16x8x16(sum[i], row[block][2 * i].x, row[block][2 * i + 1].x, row[block][2 * i].y,
-                                row[block][2 * i + 1].y, x.x, x.y);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const uint2 low = row[group][2 * i];
+                const uint2 high = row[group][2 * i + 1];
+                mma_16x8x16(sum[i], low.x, high.x, low.y, high.y, x.x, x.y);
             }
         }
     }
@@ -169,17 +133,13 @@ struct ExpandTile {
                      ranks - first_rank, lane.quarter);
     }
 
-    // Folds `count` outputs one at a time.
+    // Folds `count` outputs one at a time, in order: a rare path that must not cost the others registers.
     __device__ __forceinline__ void fold_pieces(__nv_bfloat16* at, uint32_t count, int odd, const float (&sum)[4][4]) const {
         uint16_t* bits = reinterpret_cast<uint16_t*>(at);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t even = 2 * i;
-            const uint32_t low = even < count ? __ldcg(bits + even) : 0;
-            const uint32_t high = even + 1 < count ? __ldcg(bits + even + 1) : 0;
-            const uint32_t v = fold(low | high << 16, scale, sum[i][odd], sum[i][odd + 2]);
-            if (even < count) bits[even] = uint16_t(v);
-            if (even + 1 < count) bits[even + 1] = uint16_t(v >> 16);
+            if (2 * i < count) bits[2 * i] = uint16_t(fold(load_u16(bits + 2 * i), scale, sum[i][odd], 0));
+            if (2 * i + 1 < count) bits[2 * i + 1] = uint16_t(fold(load_u16(bits + 2 * i + 1), scale, sum[i][odd + 2], 0));
         }
     }
 
@@ -291,12 +251,12 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     const ExpandTile t(p, site, tile, adapter);
     if (kRanks == 16 || t.ranks == 16) {
         if (runs == 1) {
-            expand_small_tile<Weights16, 1>(t, work.first_output, runs, xa, waited);
+            expand_small_tile<Weights<1>, 1>(t, work.first_output, runs, xa, waited);
         } else {
-            expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
+            expand_small_tile<Weights<1>, 2>(t, work.first_output, runs, xa, waited);
         }
     } else {
-        expand_small_tile<Weights<2>, 1>(t, work.first_output, runs, xa, waited);
+        expand_small_tile<Weights<kRanksABlock / kRankGranule>, 1>(t, work.first_output, runs, xa, waited);
     }
 }
 
@@ -396,7 +356,7 @@ __device__ __forceinline__ void expand_long(const ExpandTile& t, const BaseRing&
         for (uint32_t j = 0; j < here; ++j) ring.ask(j, first + j, n, whole);
         float sum[kRowGroups][4][4] = {};
         for (uint32_t rank = 0; rank < t.ranks; rank += kRanksABlock) {
-            Weights<kRanksABlock / 32> weights;
+            Weights<kRanksABlock / kRankGranule> weights;
             t.load_weights(weights, n, rank);
 #pragma unroll
             for (int j = 0; j < kRowGroups; ++j) {
@@ -449,9 +409,9 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         for (uint32_t i = 0; i < here; i += kHeld) {
             const uint32_t at = n + i * kBlockOutputs;
             if (kRanks == 16) {
-                expand_held<Weights16, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
+                expand_held<Weights<1>, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
             } else if (kRanks <= kRanksABlock) {
-                expand_held<Weights<kRanksABlock / 32>, kHeld>(t, ring, at, 1, xa, pitch);
+                expand_held<Weights<kRanksABlock / kRankGranule>, kHeld>(t, ring, at, 1, xa, pitch);
             } else {
                 expand_long(t, ring, at, xa, pitch);
             }

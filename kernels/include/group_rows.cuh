@@ -39,10 +39,10 @@ __device__ __forceinline__ uint32_t block_exclusive_scan(uint32_t value, uint32_
     return result;
 }
 
-// Visits the warp's rows in order, 32 at a time; four loads are in flight. `visit(row, entry, peers)` runs in the lanes whose row has an entry;
-// `peers` are the lanes with the same one.
+// Visits the warp's rows in order, 32 at a time; four loads are in flight. `visit(row, index, peers)` runs in the lanes whose row's entry is the
+// `index`th of the `entries` from `first_entry` on; `peers` are the lanes with the same one.
 template <typename Visit>
-__device__ __forceinline__ void for_rows_of_warp(const GroupParams& p, Visit visit) {
+__device__ __forceinline__ void for_rows_of_warp(const GroupParams& p, uint32_t first_entry, uint32_t entries, Visit visit) {
     constexpr int kAhead = 4;
     const int32_t* entry_of_row = reinterpret_cast<const int32_t*>(p.seq_slot);
     const uint32_t warps = blockDim.x / 32;
@@ -51,74 +51,89 @@ __device__ __forceinline__ void for_rows_of_warp(const GroupParams& p, Visit vis
     const uint32_t begin = threadIdx.x / 32 * run;
     const uint32_t end = min(begin + run, p.rows);
     for (uint32_t first = begin; first < end; first += 32 * kAhead) {
-        uint32_t entries[kAhead];
+        uint32_t index[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             const uint32_t row = first + i * 32 + lane;
-            entries[i] = row < end ? static_cast<uint32_t>(__ldcg(entry_of_row + row)) : kNoEntry;
+            const uint32_t entry = row < end ? static_cast<uint32_t>(__ldcg(entry_of_row + row)) : kNoEntry;
+            index[i] = entry >= p.slots ? kNoEntry : entry - first_entry;
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const bool grouped = entries[i] < p.slots;
-            const uint32_t lanes = __ballot_sync(0xffffffffu, grouped);
-            if (grouped) visit(first + i * 32 + lane, entries[i], __match_any_sync(lanes, entries[i]));
+            const bool here = index[i] < entries;
+            const uint32_t lanes = __ballot_sync(0xffffffffu, here);
+            if (here) visit(first + i * 32 + lane, index[i], __match_any_sync(lanes, index[i]));
             __syncwarp();
         }
     }
 }
 
-__device__ __forceinline__ void group_rows(const GroupParams& p) {
-    extern __shared__ uint32_t counts[];  // [warps][entries]: rows, then the next position
-    __shared__ uint32_t warp_sums[33];
+// What earlier ranges of entries have taken of the permutation and of the tile list.
+struct Taken {
+    uint32_t positions;
+    uint32_t tiles;
+};
+
+// Tiles of `entries` entries from `first_entry` on. On return `counts` holds the next position of every warp and entry.
+__device__ __forceinline__ Taken make_tiles(const GroupParams& p, uint32_t first_entry, uint32_t entries, uint32_t* counts,
+                                            uint32_t* warp_sums, Taken taken) {
     uint4* tiles = reinterpret_cast<uint4*>(p.tiles);
-    uint32_t* perm = reinterpret_cast<uint32_t*>(p.perm);
     const uint32_t warps = blockDim.x / 32;
-    const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
-    uint32_t* mine = counts + threadIdx.x / 32 * p.slots;
-
-    for (uint32_t i = threadIdx.x; i < warps * p.slots; i += blockDim.x) counts[i] = 0;
-    __syncthreads();
-    wait_for_predecessor();
-    for_rows_of_warp(p, [&](uint32_t, uint32_t entry, uint32_t peers) {
-        if ((peers & lanes_before) == 0) mine[entry] += __popc(peers);
-    });
-    __syncthreads();
-
-    uint32_t positions = 0;
-    uint32_t tile_count = 0;
-    for (uint32_t first = 0; first < p.slots; first += blockDim.x) {
-        const uint32_t entry = first + threadIdx.x;
+    for (uint32_t first = 0; first < entries; first += blockDim.x) {
+        const uint32_t index = first + threadIdx.x;
         uint32_t rows = 0;
-        if (entry < p.slots) {
-            for (uint32_t warp = 0; warp < warps; ++warp) rows += counts[warp * p.slots + entry];
+        if (index < entries) {
+            for (uint32_t warp = 0; warp < warps; ++warp) rows += counts[warp * entries + index];
         }
         const uint32_t tile_rows = rows <= p.small_max ? kSmallTileRows : kLargeTileRows;
         const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
         uint32_t total_rows, total_tiles;
-        const uint32_t position = positions + block_exclusive_scan(rows, warp_sums, total_rows);
-        const uint32_t tile = tile_count + block_exclusive_scan(own_tiles, warp_sums, total_tiles);
+        const uint32_t position = taken.positions + block_exclusive_scan(rows, warp_sums, total_rows);
+        const uint32_t tile = taken.tiles + block_exclusive_scan(own_tiles, warp_sums, total_tiles);
         for (uint32_t i = 0; i < own_tiles && tile + i < p.max_tiles; ++i) {
             const uint32_t done = i * tile_rows;
-            tiles[tile + i] = make_uint4(entry, position + done, min(tile_rows, rows - done), 0);
+            tiles[tile + i] = make_uint4(first_entry + index, position + done, min(tile_rows, rows - done), 0);
         }
-        if (entry < p.slots) {
+        if (index < entries) {
             uint32_t next = position;
             for (uint32_t warp = 0; warp < warps; ++warp) {
-                const uint32_t count = counts[warp * p.slots + entry];
-                counts[warp * p.slots + entry] = next;
+                const uint32_t count = counts[warp * entries + index];
+                counts[warp * entries + index] = next;
                 next += count;
             }
         }
-        positions += total_rows;
-        tile_count += total_tiles;
+        taken.positions += total_rows;
+        taken.tiles += total_tiles;
     }
-    if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(tile_count, p.max_tiles);
-    __syncthreads();
+    return taken;
+}
 
-    for_rows_of_warp(p, [&](uint32_t row, uint32_t entry, uint32_t peers) {
-        const uint32_t start = mine[entry];
-        __syncwarp(peers);
-        if ((peers & lanes_before) == 0) mine[entry] = start + __popc(peers);
-        perm[start + __popc(peers & lanes_before)] = row;
-    });
+// `capacity`: entries that shared memory has counts for, for every warp. More entries take more passes over the rows.
+__device__ __forceinline__ void group_rows(const GroupParams& p, uint32_t capacity) {
+    extern __shared__ uint32_t counts[];  // [warps][entries]: rows, then the next position
+    __shared__ uint32_t warp_sums[33];
+    uint32_t* perm = reinterpret_cast<uint32_t*>(p.perm);
+    const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
+    Taken taken{0, 0};
+    wait_for_predecessor();
+    for (uint32_t first_entry = 0; first_entry < p.slots; first_entry += capacity) {
+        const uint32_t entries = min(capacity, p.slots - first_entry);
+        uint32_t* mine = counts + threadIdx.x / 32 * entries;
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; i < blockDim.x / 32 * entries; i += blockDim.x) counts[i] = 0;
+        __syncthreads();
+        for_rows_of_warp(p, first_entry, entries, [&](uint32_t, uint32_t index, uint32_t peers) {
+            if ((peers & lanes_before) == 0) mine[index] += __popc(peers);
+        });
+        __syncthreads();
+        taken = make_tiles(p, first_entry, entries, counts, warp_sums, taken);
+        __syncthreads();
+        for_rows_of_warp(p, first_entry, entries, [&](uint32_t row, uint32_t index, uint32_t peers) {
+            const uint32_t start = mine[index];
+            __syncwarp(peers);
+            if ((peers & lanes_before) == 0) mine[index] = start + __popc(peers);
+            perm[start + __popc(peers & lanes_before)] = row;
+        });
+    }
+    if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }

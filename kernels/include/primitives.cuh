@@ -18,6 +18,12 @@ __device__ __forceinline__ uint64_t load_u64(const uint64_t* address) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t load_u16(const uint16_t* address) {
+    uint16_t v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(address) : "memory");
+    return v;
+}
+
 // Loads that leave zeros where `present` is false. Predicated, not branched around: with a branch each, the compiler waits for one load before
 // it issues the next.
 
@@ -78,20 +84,6 @@ __device__ __forceinline__ uint4 load16_if(bool present, const void* base) {
 }
 
 #undef LORA_LOAD16_IF
-
-// 16 bytes where `whole`, else 8 (in x and y) where `half`.
-__device__ __forceinline__ uint4 load_weights16_or_8_if(bool whole, bool half, const void* address) {
-    uint4 v;
-    asm volatile(
-        "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %5, 0;\n\tsetp.ne.u32 q, %6, 0;\n\t"
-        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
-        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n\t"
-        "@q ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%4];\n\t}"
-        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-        : "l"(address), "r"(static_cast<uint32_t>(whole)), "r"(static_cast<uint32_t>(half))
-        : "memory");
-    return v;
-}
 
 // D = A * B + D on one 16x8x16 BF16 tile with FP32 sums.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

@@ -1,13 +1,6 @@
 #include "expand.cuh"
 
-// Blocks a multiprocessor, which bounds the registers of a thread: as many as each architecture's compiler manages without spilling.
-#if __CUDA_ARCH__ >= 1200
-constexpr int kSmall16Blocks = 4;
-#else
-constexpr int kSmall16Blocks = 5;
-#endif
-
-extern "C" __global__ void __launch_bounds__(kExpandThreads, kSmall16Blocks)
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
 lora_expand_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<16>(p, ends, runs);
 }
@@ -17,7 +10,7 @@ lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends,
     expand_small<64>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
 lora_expand_mixed_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_mixed<16>(p, ends, runs);
 }

@@ -319,7 +319,7 @@ fn run(
                     let tol2 = 2.0 / 256.0 * (base.abs() + want.abs() + (scale * d).abs());
                     let e = (out - want).abs() / tol;
                     let _ = tol2;
-                    if !(e <= worst) {
+                    if e > worst || e.is_nan() {
                         worst = e;
                     }
                 }

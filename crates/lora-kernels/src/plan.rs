@@ -253,6 +253,7 @@ mod tests {
             name: "two threads".into(),
             units: 2,
             shared_bytes: 0,
+            l2_bytes: 0,
         }
     }
 

@@ -168,11 +168,9 @@ impl LoraBackend for CudaBackend {
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        self.enqueue(
-            &plan_group_rows(&params),
-            stream,
-            &mut [(&raw mut params).cast()],
-        )?;
+        let mut plan = plan_group_rows(&params);
+        let mut arguments = [(&raw mut params).cast(), (&raw mut plan.capacity).cast()];
+        self.enqueue(&plan.launch, stream, &mut arguments)?;
         self.just_grouped.set(stream);
         Ok(())
     }
@@ -180,11 +178,9 @@ impl LoraBackend for CudaBackend {
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        params.flags = if self.just_grouped.take(stream) {
-            0
-        } else {
-            FLAG_TILES_READY
-        };
+        // A map of x rows may come straight from a kernel of the engine.
+        let tiles_are_ready = !self.just_grouped.take(stream) && params.x_rows == 0;
+        params.flags = if tiles_are_ready { FLAG_TILES_READY } else { 0 };
         let mut plan = plan_delta(&params, &self.caps);
         let second = match plan.shrink.kernel {
             Kernel::ShrinkSmall | Kernel::ShrinkSmallLoop => (&raw mut plan.group_ends).cast(),

@@ -41,6 +41,8 @@ pub struct DeltaPlan {
 const SHRINK_THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
 const MOST_GROUP_WARPS: u32 = 32;
+/// Fewer warps would take longer over the rows than more passes do.
+const LEAST_GROUP_WARPS: u32 = 4;
 /// Shared memory for the counts of a grouping: what a block of every target has.
 const GROUP_SHARED_BYTES: u32 = 96 * 1024;
 
@@ -229,23 +231,30 @@ fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &De
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
 fn xa_pitch(max_rank: u32) -> u32 {
-    if max_rank <= RANK_GRANULE {
-        RANK_GRANULE * 2
-    } else {
-        (max_rank * 2).next_multiple_of(128) + 64
-    }
+    (max_rank / RANK_GRANULE | 1) * RANK_GRANULE * 2
 }
 
-/// Plans the grouping of rows: one block, with as many warps as have room for a count of every entry.
-pub fn plan_group_rows(params: &GroupParams) -> KernelLaunch {
-    let bytes_a_warp = params.slots.max(1) * 4;
-    let warps = (GROUP_SHARED_BYTES / bytes_a_warp).clamp(1, MOST_GROUP_WARPS);
-    KernelLaunch {
+/// How the grouping of rows is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupPlan {
+    /// One block.
+    pub launch: KernelLaunch,
+    /// Entries whose counts fit in shared memory, for every warp; more entries take more passes over the rows.
+    pub capacity: u32,
+}
+
+/// Plans the grouping of rows: as many warps as have room for a count of every entry.
+pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
+    let counts = GROUP_SHARED_BYTES / 4;
+    let warps = (counts / params.slots.max(1)).clamp(LEAST_GROUP_WARPS, MOST_GROUP_WARPS);
+    let capacity = params.slots.clamp(1, counts / warps);
+    let launch = KernelLaunch {
         kernel: Kernel::GroupRows,
         grid: [1, 1, 1],
         block: warps * 32,
-        shared_bytes: warps * bytes_a_warp,
-    }
+        shared_bytes: warps * capacity * 4,
+    };
+    GroupPlan { launch, capacity }
 }
 
 const _: () = assert!(size_of::<Tile>() == 16 && BLOCK_K == 1024);

@@ -21,14 +21,36 @@ pub struct RowGroupsSpec {
     pub max_rows: u32,
     /// Entries of the tables that routes will have, 1..=[`MAX_ENTRIES`]: slots for dense modules, slots x experts for experts.
     pub entries: u32,
-    /// Largest group cut into small tiles: [`LaunchOptions::gemv_max_m`](crate::LaunchOptions::gemv_max_m).
+    /// Largest group cut into small tiles: [`LaunchOptions::gemv_max_m`](crate::LaunchOptions::gemv_max_m). A batch of at most
+    /// [`SMALL_BATCH`](Self::SMALL_BATCH) times as many rows is cut small whatever its groups.
     pub small_max: u32,
 }
 
 impl RowGroupsSpec {
-    /// Room in the tile list.
+    /// A batch of up to this many times `small_max` rows (288 by default) is cut into small tiles alone: kernels for them alone need fewer
+    /// registers, which wins over reading an adapter once for each 8 of its rows. docs/performance.md has the measurement.
+    pub const SMALL_BATCH: u32 = 6;
+
+    /// Room in the tile list: the most tiles that any batch of up to `max_rows` rows can give.
     pub fn max_tiles(&self) -> u32 {
-        max_tiles(self.max_rows, self.entries, self.small_max)
+        let small_batch = self
+            .max_rows
+            .min(self.small_max.saturating_mul(Self::SMALL_BATCH));
+        self.tile_bound(self.max_rows)
+            .max(self.tile_bound(small_batch))
+    }
+
+    /// Largest group cut into small tiles in a batch of `rows` rows.
+    fn small_max_of(&self, rows: u32) -> u32 {
+        if rows <= self.small_max.saturating_mul(Self::SMALL_BATCH) {
+            rows.max(self.small_max)
+        } else {
+            self.small_max
+        }
+    }
+
+    fn tile_bound(&self, rows: u32) -> u32 {
+        max_tiles(rows, self.entries, self.small_max_of(rows))
     }
 
     /// Device bytes that [`RowGroups::new`] allocates.
@@ -115,8 +137,8 @@ impl RowGroups {
                     perm: self.perm_ptr().0,
                     rows,
                     slots: self.spec.entries,
-                    small_max: self.spec.small_max,
-                    max_tiles: self.tile_bound(rows),
+                    small_max: self.spec.small_max_of(rows),
+                    max_tiles: self.spec.tile_bound(rows),
                 },
             )?;
         }
@@ -141,7 +163,11 @@ impl RowGroups {
             });
         }
         if rows > 0 {
-            self.upload(&Grouping::of_rows(seq_slot, entries, self.spec.small_max))?;
+            self.upload(&Grouping::of_rows(
+                seq_slot,
+                entries,
+                self.spec.small_max_of(rows),
+            ))?;
         }
         self.rows = rows;
         Ok(())
@@ -155,7 +181,7 @@ impl RowGroups {
         if self.rows == 0 {
             return Ok(Grouping::default());
         }
-        let bound = self.tile_bound(self.rows) as usize;
+        let bound = self.spec.tile_bound(self.rows) as usize;
         let count = self.buffer.download::<u32>(0, 1)?[0] as usize;
         let first = TILES_AT as usize / size_of::<Tile>();
         let tiles: Vec<Tile> = self.buffer.download(first, count.min(bound))?;
@@ -169,7 +195,7 @@ impl RowGroups {
 
     /// Most rows that a tile can have, for the rows it was last built for: [`SMALL_TILE_ROWS`] where no group can be cut large.
     pub(crate) fn tile_rows(&self) -> u32 {
-        if self.rows <= self.spec.small_max {
+        if self.rows <= self.spec.small_max_of(self.rows) {
             SMALL_TILE_ROWS
         } else {
             LARGE_TILE_ROWS
@@ -178,7 +204,7 @@ impl RowGroups {
 
     /// Tiles at most, for the rows it was last built for.
     pub(crate) fn current_max_tiles(&self) -> u32 {
-        self.tile_bound(self.rows)
+        self.spec.tile_bound(self.rows)
     }
 
     pub(crate) fn tile_count_ptr(&self) -> DevicePtr {
@@ -191,10 +217,6 @@ impl RowGroups {
 
     pub(crate) fn perm_ptr(&self) -> DevicePtr {
         self.buffer.ptr().offset(self.spec.perm_at())
-    }
-
-    fn tile_bound(&self, rows: u32) -> u32 {
-        max_tiles(rows, self.spec.entries, self.spec.small_max)
     }
 
     fn admit(&self, rows: usize) -> Result<u32, KernelError> {

@@ -122,6 +122,7 @@ impl HostBackend {
             name: format!("host, {} threads, {simd:?}", pool.threads()),
             units: pool.threads() as u32,
             shared_bytes: 32 << 10,
+            l2_bytes: 0,
         };
         Self {
             state: Mutex::new(State {
