@@ -1,7 +1,7 @@
 // Expand and fold: `out = bf16(out + scale * bf16(xa @ B^T))` with `xa = bf16(sum of partials)`.
 //
 // Block sums are added in order. The contraction over the rank runs in groups of 16, one MMA each, in order; groups past the true rank would add zeros
-// and are skipped. Inside a group lane quarter t takes ranks 4t..4t+3, so that a fragment is one 8-byte load.
+// and are skipped. Inside a group each lane quarter takes 4 adjacent ranks.
 //
 // A warp makes 64 outputs of 8 rows at a time with four MMAs whose 16 rows are interleaved: rows g and g + 8 of MMA i are outputs 8g + 2i and
 // 8g + 2i + 1. So a thread owns 8 adjacent outputs of two rows, which it loads and stores as 16 bytes, and the 8 rows of B that they need.
@@ -24,59 +24,124 @@ constexpr int kBlockOutputs = kExpandWarps * kWarpOutputs;
 // different banks.
 __device__ __forceinline__ uint32_t xa_pitch(uint32_t max_rank) { return (max_rank / kRankGranule | 1) * kRankGranule * 2; }
 
-// The thread's 8 rows of B, up to `kGroups` groups of 16 ranks.
-template <int kGroups>
-struct Weights {
-    static constexpr int kRanks = kGroups * kRankGranule;
-    uint2 row[kGroups][8];
+// First of the 4 ranks that a lane quarter takes of a group of 16.
+__device__ __forceinline__ uint32_t first_of_quarter(uint32_t quarter) { return quarter % 2 * 8 + quarter / 2 * 4; }
 
-    // `from`: the first row, of which there are `rows` (at least 1), at the first rank; `ranks` of them are wanted. Rows past them repeat the last one; their
-    // outputs do not exist.
+// Rows whose distance in bytes is known: one address for all of them.
+template <int kStride>
+__device__ __forceinline__ void load_rows(uint2 (&row)[8], const void* from) {
+    row[0] = load_weights8<0 * kStride>(from);
+    row[1] = load_weights8<1 * kStride>(from);
+    row[2] = load_weights8<2 * kStride>(from);
+    row[3] = load_weights8<3 * kStride>(from);
+    row[4] = load_weights8<4 * kStride>(from);
+    row[5] = load_weights8<5 * kStride>(from);
+    row[6] = load_weights8<6 * kStride>(from);
+    row[7] = load_weights8<7 * kStride>(from);
+}
+
+template <int kStride>
+__device__ __forceinline__ void load_rows(uint4 (&row)[8], const void* from) {
+    row[0] = load_weights16<0 * kStride>(from);
+    row[1] = load_weights16<1 * kStride>(from);
+    row[2] = load_weights16<2 * kStride>(from);
+    row[3] = load_weights16<3 * kStride>(from);
+    row[4] = load_weights16<4 * kStride>(from);
+    row[5] = load_weights16<5 * kStride>(from);
+    row[6] = load_weights16<6 * kStride>(from);
+    row[7] = load_weights16<7 * kStride>(from);
+}
+
+// Adds one group of 16 ranks; `xa` is the row of the lane's group at the group's first rank.
+template <typename Fragment>
+__device__ __forceinline__ void multiply_group(float (&sum)[4][4], const char* xa, uint32_t quarter, Fragment fragment) {
+    const uint2 x = *reinterpret_cast<const uint2*>(xa + first_of_quarter(quarter) * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint2 low = fragment(2 * i);
+        const uint2 high = fragment(2 * i + 1);
+        mma_16x8x16(sum[i], low.x, high.x, low.y, high.y, x.x, x.y);
+    }
+}
+
+// The thread's 8 rows of B, one group of 16 ranks.
+struct Weights16 {
+    static constexpr int kRanks = kRankGranule;
+    uint2 row[8];
+
+    // `from`: the first row, of which there are `rows` (at least 1), at the first rank. Rows past them repeat the last one; their outputs do not exist.
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
+        from += first_of_quarter(quarter);
+        if (rows == 8 && stride == kRanks) return load_rows<kRanks * 2>(row, from);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride);
+    }
+
+    __device__ __forceinline__ void settle(uint32_t, uint32_t) {}
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
+        multiply_group(sum, xa, quarter, [&](int i) { return row[i]; });
+    }
+};
+
+// The thread's 8 rows of B, up to `kPairs` pairs of groups of 16 ranks. A pair's 64 bytes of a row are loaded 16 a lane; then lanes two apart exchange halves, so
+// that each has its 4 ranks of both groups.
+template <int kPairs>
+struct Weights {
+    static constexpr int kRanks = kPairs * 2 * kRankGranule;
+    uint4 row[kPairs][8];
+
+    // As in `Weights16`; `ranks` of them are wanted, in groups of 16.
     __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
                                          uint32_t quarter) {
-        from += quarter * 4;
-        if (rows == 8 && stride == kRanks) {
+        if (rows == 8 && stride == kRanks && ranks >= kRanks) {
 #pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                if (group * kRankGranule < ranks) load_rows<kRanks * 2>(row[group], from + group * kRankGranule);
-            }
+            for (int pair = 0; pair < kPairs; ++pair) load_rows<kRanks * 2>(row[pair], from + pair * 32 + quarter * 8);
             return;
         }
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            if (group * kRankGranule >= ranks) break;
+        for (int pair = 0; pair < kPairs; ++pair) {
+            const uint32_t first = pair * 32;
+            if (first >= ranks) break;
+            const bool whole = first + 32 <= ranks;
+            const __nv_bfloat16* at = from + first + (whole ? quarter * 8 : first_of_quarter(quarter));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                row[group][i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride + group * kRankGranule);
+                const __nv_bfloat16* here = at + uint64_t(min(uint32_t(i), rows - 1)) * stride;
+                if (whole) {
+                    row[pair][i] = load_weights16<0>(here);
+                } else {
+                    const uint2 v = load_weights8<0>(here);
+                    row[pair][i] = make_uint4(v.x, v.y, 0, 0);
+                }
             }
         }
     }
 
-    // Rows whose distance in bytes is known: one address for all of them.
-    template <int kStride>
-    __device__ __forceinline__ static void load_rows(uint2 (&row)[8], const void* from) {
-        row[0] = load_weights8<0 * kStride>(from);
-        row[1] = load_weights8<1 * kStride>(from);
-        row[2] = load_weights8<2 * kStride>(from);
-        row[3] = load_weights8<3 * kStride>(from);
-        row[4] = load_weights8<4 * kStride>(from);
-        row[5] = load_weights8<5 * kStride>(from);
-        row[6] = load_weights8<6 * kStride>(from);
-        row[7] = load_weights8<7 * kStride>(from);
+    // The exchange, once what was loaded is wanted.
+    __device__ __forceinline__ void settle(uint32_t ranks, uint32_t quarter) {
+        const bool upper = quarter >= 2;
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            if (pair * 32 + 32 > ranks) break;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                uint4& v = row[pair][i];
+                const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? v.x : v.z, 2);
+                const uint32_t second = __shfl_xor_sync(0xffffffffu, upper ? v.y : v.w, 2);
+                v = upper ? make_uint4(first, second, v.z, v.w) : make_uint4(v.x, v.y, first, second);
+            }
+        }
     }
 
-    // Adds `xa @ B^T` of 8 rows over `ranks` ranks at most; `xa` is the row of the lane's group at the first rank.
     __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t ranks, uint32_t quarter) const {
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-            if (group * kRankGranule >= ranks) break;
-            const uint2 x = *reinterpret_cast<const uint2*>(xa + group * kRankGranule * 2 + quarter * 8);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint2 low = row[group][2 * i];
-                const uint2 high = row[group][2 * i + 1];
-                mma_16x8x16(sum[i], low.x, high.x, low.y, high.y, x.x, x.y);
-            }
+        for (int pair = 0; pair < kPairs; ++pair) {
+            const char* at = xa + pair * 64;
+            if (pair * 32 >= ranks) break;
+            multiply_group(sum, at, quarter, [&](int i) { return make_uint2(row[pair][i].x, row[pair][i].y); });
+            if (pair * 32 + 16 >= ranks) break;
+            multiply_group(sum, at + 32, quarter, [&](int i) { return make_uint2(row[pair][i].z, row[pair][i].w); });
         }
     }
 };
@@ -182,7 +247,7 @@ __device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uin
     }
 }
 
-// A small tile, B in registers of type `W` for `kRuns` runs, of which `runs` is a multiple, at a time.
+// A small tile, B in registers of type `W`: `kRuns` runs of outputs at once, or `runs` of them one after the other where `kRuns` is 1.
 template <typename W, int kRuns>
 __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* xa,
                                                   bool waited) {
@@ -190,7 +255,9 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
     const uint32_t n = warp_n + t.lane.group * 8;
     __nv_bfloat16* rows[2];
-    for (uint32_t done = 0; done < runs; done += kRuns) {
+    const uint32_t turns = kRuns == 1 ? runs : 1;
+    for (uint32_t turn = 0; turn < turns; ++turn) {
+        const uint32_t done = turn * kRuns;
         W weights[kRuns];
 #pragma unroll
         for (int i = 0; i < kRuns; ++i) t.load_weights(weights[i], n + (done + i) * kBlockOutputs, 0);
@@ -220,6 +287,7 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
             const uint32_t count = t.outputs(at);
             const bool whole = t.vector && count == 8;
             float sum[4][4] = {};
+            weights[i].settle(t.ranks, t.lane.quarter);
             weights[i].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
@@ -251,12 +319,12 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     const ExpandTile t(p, site, tile, adapter);
     if (kRanks == 16 || t.ranks == 16) {
         if (runs == 1) {
-            expand_small_tile<Weights<1>, 1>(t, work.first_output, runs, xa, waited);
+            expand_small_tile<Weights16, 1>(t, work.first_output, runs, xa, waited);
         } else {
-            expand_small_tile<Weights<1>, 2>(t, work.first_output, runs, xa, waited);
+            expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
         }
     } else {
-        expand_small_tile<Weights<kRanksABlock / kRankGranule>, 1>(t, work.first_output, runs, xa, waited);
+        expand_small_tile<Weights<kRanksABlock / 32>, 1>(t, work.first_output, runs, xa, waited);
     }
 }
 
@@ -327,6 +395,8 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
     };
 #pragma unroll
     for (int i = 0; i < kAhead - 1; ++i) ask_next();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) weights[i].settle(t.ranks, t.lane.quarter);
     uint32_t unit = 0;
     for (uint32_t group = 0; group < groups; ++group) {
         const char* x_row = xa + (group * 8 + t.lane.group) * pitch;
@@ -356,8 +426,9 @@ __device__ __forceinline__ void expand_long(const ExpandTile& t, const BaseRing&
         for (uint32_t j = 0; j < here; ++j) ring.ask(j, first + j, n, whole);
         float sum[kRowGroups][4][4] = {};
         for (uint32_t rank = 0; rank < t.ranks; rank += kRanksABlock) {
-            Weights<kRanksABlock / kRankGranule> weights;
+            Weights<kRanksABlock / 32> weights;
             t.load_weights(weights, n, rank);
+            weights.settle(t.ranks - rank, t.lane.quarter);
 #pragma unroll
             for (int j = 0; j < kRowGroups; ++j) {
                 if (j >= here) break;
@@ -409,9 +480,9 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         for (uint32_t i = 0; i < here; i += kHeld) {
             const uint32_t at = n + i * kBlockOutputs;
             if (kRanks == 16) {
-                expand_held<Weights<1>, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
+                expand_held<Weights16, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
             } else if (kRanks <= kRanksABlock) {
-                expand_held<Weights<kRanksABlock / kRankGranule>, kHeld>(t, ring, at, 1, xa, pitch);
+                expand_held<Weights<kRanksABlock / 32>, kHeld>(t, ring, at, 1, xa, pitch);
             } else {
                 expand_long(t, ring, at, xa, pitch);
             }

@@ -51,3 +51,103 @@ on_gpu! {
     groupings_agree_with_the_rule => bits::groupings_agree_with_the_rule;
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
 }
+
+fn bits_of(outs: &[Vec<bf16>]) -> Vec<Vec<u16>> {
+    outs.iter()
+        .map(|out| out.iter().map(|v| v.to_bits()).collect())
+        .collect()
+}
+
+/// What a batch gives when launched eagerly with these row slots.
+fn eager(backend: &TestBackend, batch: &Batch) -> Vec<Vec<u16>> {
+    bits_of(&batch.run(backend, Via::Routed, LaunchOptions::default()))
+}
+
+/// One captured graph, grouping included, serves whatever mix of adapters the slot buffer then names.
+#[test]
+fn a_captured_graph_serves_other_slots_with_the_bits_of_eager_launches() {
+    let Some(backend) = gpu("a_captured_graph_serves_other_slots") else {
+        return;
+    };
+    let shared: TestBackend = backend.clone();
+    for rows in [1, 40, 700] {
+        let shape = BatchShape {
+            slots: 5,
+            ranks: vec![16, 4, 24],
+            sites: vec![
+                SiteShape {
+                    n_out: 700,
+                    gap: 12,
+                    max_rank: 32,
+                },
+                SiteShape {
+                    n_out: 64,
+                    gap: 0,
+                    max_rank: 32,
+                },
+            ],
+            ..BatchShape::single(7, 16, (2304, 64))
+        };
+        let slots = |step: i32| {
+            (0..rows)
+                .map(|row| (row * step) % 6 - 1)
+                .collect::<Vec<_>>()
+        };
+        let batch = Batch::random(&shape, &slots(1));
+        let mut device = DeviceBatch::new(&shared, &batch, Via::Routed, LaunchOptions::default());
+        device.group(Stream::OWN);
+        device.launch(Stream::OWN);
+        device.reset();
+        let graph = backend
+            .capture(|stream| {
+                device.group(stream);
+                device.launch(stream);
+                Ok(())
+            })
+            .expect("capture");
+        for step in [1, 5, 2] {
+            let mut expected = batch.clone();
+            expected.row_slots = slots(step);
+            device.reset();
+            device.set_row_slots(&expected.row_slots);
+            backend.replay(&graph).expect("replay");
+            shared.synchronize(Stream::OWN).expect("synchronize");
+            assert_eq!(
+                bits_of(&device.outs()),
+                eager(&shared, &expected),
+                "{rows} rows, step {step}"
+            );
+        }
+    }
+}
+
+/// Launches from many threads, each on memory of its own, do not disturb one another.
+#[test]
+fn threads_share_a_backend() {
+    let Some(backend) = gpu("threads_share_a_backend") else {
+        return;
+    };
+    let shared: TestBackend = backend;
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let shared = &shared;
+            scope.spawn(move || {
+                let batch = Batch::random(&BatchShape::single(seed, 16, (1024, 256)), &[0; 30]);
+                for _ in 0..20 {
+                    batch.assert_correct(shared, Via::Routed);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_refused_by_number() {
+    let error = CudaBackend::new(1000)
+        .err()
+        .expect("there are not that many devices");
+    match error {
+        CudaError::NoDriver => assert!(error.to_string().contains("host backend")),
+        _ => assert!(error.to_string().contains("device 1000"), "{error}"),
+    }
+}

@@ -41,7 +41,7 @@ impl RowGroupsSpec {
     }
 
     /// Largest group cut into small tiles in a batch of `rows` rows.
-    fn small_max_of(&self, rows: u32) -> u32 {
+    pub fn small_max_of(&self, rows: u32) -> u32 {
         if rows <= self.small_max.saturating_mul(Self::SMALL_BATCH) {
             rows.max(self.small_max)
         } else {

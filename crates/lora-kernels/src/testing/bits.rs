@@ -184,7 +184,7 @@ pub fn groupings_agree_with_the_rule(backend: &TestBackend) {
                 groups.build(&**backend, Stream::OWN, view).expect("build");
                 backend.synchronize(Stream::OWN).expect("synchronize");
                 let built = groups.download().expect("download");
-                let rule = Grouping::of_rows(&slots, entries, small_max);
+                let rule = Grouping::of_rows(&slots, entries, spec.small_max_of(rows as u32));
                 assert!(
                     built == rule,
                     "{rows} rows, {entries} entries, {small_max}, {routing:?}"
