@@ -316,32 +316,27 @@ __device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const Gr
     }
 }
 
-// A tile of up to 8 rows at one site, 16 ranks at a time: k block; site and first group of ranks; tile. `kLoop`: the site's share of the grid
-// may be smaller than its groups, a block then takes several; a pool's padded rank costs no more blocks than the true one.
-template <bool kLoop>
-__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& ends) {
+// A tile of up to 8 rows at one site, 16 ranks a block: k block; site and group of ranks; tile. A block past the true rank does nothing.
+__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& group_ends) {
     __shared__ float exchange[kExchangeFloats];
-    const uint32_t site_index = site_of(ends, blockIdx.y);
-    const uint32_t start = site_start(ends, site_index);
-    ShrinkWork work{blockIdx.x, (blockIdx.y - start) * kRankGranule, site_index};
+    const uint32_t site_index = site_of(group_ends, blockIdx.y);
+    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
+    const ShrinkWork work{blockIdx.x, first_rank, site_index};
     const DeltaSite& site = p.sites[work.site];
-    bool waited = begin(p);
+    const bool waited = begin(p);
     const Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
     Adapter adapter{nullptr, 0};
     if (blockIdx.z < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-#pragma unroll 1
-    while (work.first_rank < adapter.rank) {
-        const Lane lane = lane_of_thread();
-        WeightChunk<true> a;
-        a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-        const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
+    if (work.first_rank >= adapter.rank) {
         if (!waited) wait_for_predecessor();
-        waited = true;
-        shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
-        if (!kLoop) break;
-        work.first_rank += (ends.end[site_index] - start) * kRankGranule;
+        return;
     }
+    const Lane lane = lane_of_thread();
+    WeightChunk<true> a;
+    a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+    const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
     if (!waited) wait_for_predecessor();
+    shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
 }
 
 // A set's groups one after the other, 8 rows at a time.

@@ -1,19 +1,16 @@
 #include "shrink.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
-lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
-    shrink_small<false>(p, ends);
+lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
+    shrink_small(p, group_ends);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 3)
-lora_shrink_small_loop(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
-    shrink_small<true>(p, ends);
-}
-
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2) lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
+lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
     shrink_mixed<true>(p, parts);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1) lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts) {
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1)
+lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts) {
     shrink_mixed<false>(p, parts);
 }

@@ -183,7 +183,7 @@ impl LoraBackend for CudaBackend {
         params.flags = if tiles_are_ready { FLAG_TILES_READY } else { 0 };
         let mut plan = plan_delta(&params, &self.caps);
         let second = match plan.shrink.kernel {
-            Kernel::ShrinkSmall | Kernel::ShrinkSmallLoop => (&raw mut plan.group_ends).cast(),
+            Kernel::ShrinkSmall => (&raw mut plan.group_ends).cast(),
             _ => (&raw mut plan.k_parts).cast(),
         };
         self.enqueue(

@@ -10,8 +10,6 @@ pub enum Kernel {
     GroupRows,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
-    /// The same, several times 16 ranks a block, one after the other.
-    ShrinkSmallLoop,
     /// The same, tiles of up to 64 rows, 64 ranks a block.
     ShrinkMixed,
     /// The same for rows that are not 16-byte aligned.
@@ -30,10 +28,9 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 9] = [
         Self::GroupRows,
         Self::ShrinkSmall,
-        Self::ShrinkSmallLoop,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
         Self::ExpandSmall16,
@@ -48,7 +45,6 @@ impl Kernel {
         match self {
             Self::GroupRows => "lora_group_rows",
             Self::ShrinkSmall => "lora_shrink_small",
-            Self::ShrinkSmallLoop => "lora_shrink_small_loop",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
             Self::ExpandSmall16 => "lora_expand_small_16",
@@ -62,10 +58,7 @@ impl Kernel {
     fn module(self) -> ModuleName {
         match self {
             Self::GroupRows => ModuleName::GroupRows,
-            Self::ShrinkSmall
-            | Self::ShrinkSmallLoop
-            | Self::ShrinkMixed
-            | Self::ShrinkUnaligned => ModuleName::Shrink,
+            Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
             Self::ExpandSmall16
             | Self::ExpandSmall64
             | Self::ExpandMixed16

@@ -110,23 +110,12 @@ fn plan_shrink(
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
-    let groups = |site: &DeltaSite| site.max_rank / RANK_GRANULE;
+    let group_ends = ends(sites, |site| site.max_rank / RANK_GRANULE);
+    let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
-        // Many tiles fill the device without a block for every group; then a block takes what its adapter really has.
-        let blocks = u64::from(params.k_blocks) * sites.len() as u64 * u64::from(params.max_tiles);
-        let most_groups = u64::from(caps.units * BLOCKS_A_UNIT) / blocks.max(1);
-        let share = |site: &DeltaSite| {
-            groups(site).min(u32::try_from(most_groups).unwrap_or(u32::MAX).max(1))
-        };
-        let group_ends = ends(sites, share);
-        let kernel = if sites.iter().all(|site| share(site) == groups(site)) {
-            Kernel::ShrinkSmall
-        } else {
-            Kernel::ShrinkSmallLoop
-        };
-        let grid = [params.k_blocks, group_ends[MAX_SITES - 1], params.max_tiles];
+        let grid = [params.k_blocks, groups, params.max_tiles];
         let launch = KernelLaunch {
-            kernel,
+            kernel: Kernel::ShrinkSmall,
             grid,
             block: SHRINK_THREADS,
             shared_bytes: 0,
@@ -137,8 +126,6 @@ fn plan_shrink(
             parts: params.k_blocks,
         };
     }
-    let group_ends = ends(sites, groups);
-    let groups = group_ends[MAX_SITES - 1];
     let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
     let sets = groups.div_ceil(groups_a_block);
     let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
