@@ -218,7 +218,7 @@ fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &De
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
 fn xa_pitch(max_rank: u32) -> u32 {
-    (max_rank / RANK_GRANULE | 1) * RANK_GRANULE * 2
+    ((max_rank / RANK_GRANULE) | 1) * RANK_GRANULE * 2
 }
 
 /// How the grouping of rows is launched.
