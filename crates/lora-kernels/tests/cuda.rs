@@ -5,7 +5,7 @@ use lora_kernels::cuda::{CudaBackend, CudaError};
 use lora_kernels::testing::{
     Batch, BatchShape, DeviceBatch, SiteShape, TestBackend, Via, bits, correctness,
 };
-use lora_kernels::{LaunchOptions, Stream};
+use lora_kernels::{Applied, LaunchOptions, Stream};
 use std::sync::Arc;
 
 /// The GPU, or `None` where there is none; any other failure is a failure.
@@ -96,12 +96,13 @@ fn a_captured_graph_serves_other_slots_with_the_bits_of_eager_launches() {
         let batch = Batch::random(&shape, &slots(1));
         let mut device = DeviceBatch::new(&shared, &batch, Via::Routed, LaunchOptions::default());
         device.group(Stream::OWN);
-        device.launch(Stream::OWN);
+        let launched = Applied::Launched { launches: 1 };
+        assert_eq!(device.launch(Stream::OWN), launched);
         device.reset();
         let graph = backend
             .capture(|stream| {
                 device.group(stream);
-                device.launch(stream);
+                assert_eq!(device.launch(stream), launched);
                 Ok(())
             })
             .expect("capture");
