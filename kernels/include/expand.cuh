@@ -188,9 +188,6 @@ struct ExpandTile {
         return index < tile.count ? reinterpret_cast<__nv_bfloat16*>(site.out) + row * site.out_stride : nullptr;
     }
 
-    // Of the thread's 8 outputs from `n` on, how many there are.
-    __device__ __forceinline__ uint32_t outputs(uint32_t n) const { return n < site.n_out ? min(8u, site.n_out - n) : 0; }
-
     template <typename W>
     __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
         const uint32_t first = min(n, site.n_out - 1);
@@ -247,62 +244,54 @@ __device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uin
     }
 }
 
-// A small tile, B in registers of type `W`: `kRuns` runs of outputs at once, or `runs` of them one after the other where `kRuns` is 1.
-template <typename W, int kRuns>
+// `runs` runs of outputs of a small tile, B in registers of type `W`. With two buffers (`kBuffers`) the next run's B and base are asked for before a run is
+// finished.
+template <typename W, int kBuffers>
 __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* xa,
                                                   bool waited) {
     const uint32_t pitch = xa_pitch(t.site.max_rank);
     const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
     const uint32_t n = warp_n + t.lane.group * 8;
-    __nv_bfloat16* rows[2];
-    const uint32_t turns = kRuns == 1 ? runs : 1;
-    for (uint32_t turn = 0; turn < turns; ++turn) {
-        const uint32_t done = turn * kRuns;
-        W weights[kRuns];
+    const uint32_t left = warp_n < t.site.n_out ? (t.site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
+    const uint32_t here = min(runs, left);
+    W weights[kBuffers];
+    uint4 base[kBuffers][2];
+    t.load_weights(weights[0], n, 0);
+    const uint32_t even = t.out_row_of(2 * t.lane.quarter);
+    const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
+    __nv_bfloat16* const rows[2] = {t.row_start(2 * t.lane.quarter, even), t.row_start(2 * t.lane.quarter + 1, odd)};
+    const auto ask_for_base = [&](uint4 (&to)[2], uint32_t at) {
 #pragma unroll
-        for (int i = 0; i < kRuns; ++i) t.load_weights(weights[i], n + (done + i) * kBlockOutputs, 0);
-        if (done == 0) {
-            const uint32_t even = t.out_row_of(2 * t.lane.quarter);
-            const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
-            rows[0] = t.row_start(2 * t.lane.quarter, even);
-            rows[1] = t.row_start(2 * t.lane.quarter + 1, odd);
-            if (!waited) wait_for_predecessor();
-        }
-        uint4 base[kRuns][2];
+        for (int odd = 0; odd < 2; ++odd) to[odd] = load16_if(at < t.site.n_out && rows[odd] != nullptr, rows[odd] + at);
+    };
+    if (!waited) wait_for_predecessor();
+    ask_for_base(base[0], n);
+    load_small_xa(t, xa, pitch);
+    __syncthreads();
+    for (uint32_t first = 0; first < here; first += kBuffers) {
 #pragma unroll
-        for (int i = 0; i < kRuns; ++i) {
-            const uint32_t at = n + (done + i) * kBlockOutputs;
-            const bool whole = t.vector && t.outputs(at) == 8;
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) base[i][odd] = load16_if(whole && rows[odd] != nullptr, rows[odd] + at);
-        }
-        if (done == 0) {
-            load_small_xa(t, xa, pitch);
-            __syncthreads();
-        }
-#pragma unroll
-        for (int i = 0; i < kRuns; ++i) {
-            const uint32_t at = n + (done + i) * kBlockOutputs;
-            if (warp_n + (done + i) * kBlockOutputs >= t.site.n_out) return;
-            const uint32_t count = t.outputs(at);
-            const bool whole = t.vector && count == 8;
+        for (int buffer = 0; buffer < kBuffers; ++buffer) {
+            const uint32_t run = first + buffer;
+            if (run >= here) break;
+            const uint32_t ahead = kBuffers == 1 ? run : run + 1;
+            if (ahead > 0 && ahead < here) {
+                t.load_weights(weights[(buffer + kBuffers - 1) % kBuffers], n + ahead * kBlockOutputs, 0);
+                ask_for_base(base[(buffer + kBuffers - 1) % kBuffers], n + ahead * kBlockOutputs);
+            }
+            const uint32_t at = n + run * kBlockOutputs;
             float sum[4][4] = {};
-            weights[i].settle(t.ranks, t.lane.quarter);
-            weights[i].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
+            weights[buffer].settle(t.ranks, t.lane.quarter);
+            weights[buffer].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-                if (rows[odd] == nullptr || count == 0) continue;
-                if (whole) {
-                    *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded(base[i][odd], odd, sum);
-                } else {
-                    t.fold_pieces(rows[odd] + at, count, odd, sum);
-                }
+                if (rows[odd] == nullptr || at >= t.site.n_out) continue;
+                *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded(base[buffer][odd], odd, sum);
             }
         }
     }
 }
 
-// Small tiles, up to `kRanks` ranks (16 or 64); a block takes `runs` runs of outputs of one tile.
+// Small tiles, up to `kRanks` ranks (16 or 64), out in whole runs of 8 outputs; a block takes `runs` runs of outputs of one tile.
 template <int kRanks>
 __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
     extern __shared__ __align__(128) char xa[];
@@ -318,11 +307,7 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     }
     const ExpandTile t(p, site, tile, adapter);
     if (kRanks == 16 || t.ranks == 16) {
-        if (runs == 1) {
-            expand_small_tile<Weights16, 1>(t, work.first_output, runs, xa, waited);
-        } else {
-            expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
-        }
+        expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
     } else {
         expand_small_tile<Weights<kRanksABlock / 32>, 1>(t, work.first_output, runs, xa, waited);
     }
@@ -344,29 +329,25 @@ struct BaseRing {
 
     __device__ __forceinline__ __nv_bfloat16* row(uint32_t group, int odd) const { return rows[group * 8 + 2 * quarter + odd]; }
 
-    __device__ __forceinline__ void ask(uint32_t unit, uint32_t group, uint32_t n, bool whole) const {
+    __device__ __forceinline__ void ask(uint32_t unit, uint32_t group, uint32_t n, bool present) const {
         char* to = places + unit % kAhead * 2 * kPlaceBytes;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             __nv_bfloat16* at = row(group, odd);
-            if (whole && at != nullptr) copy_async16(to + odd * kPlaceBytes, at + n, true);
+            if (present && at != nullptr) copy_async16(to + odd * kPlaceBytes, at + n, true);
         }
         copy_async_commit();
     }
 
-    __device__ __forceinline__ void fold(const ExpandTile& t, uint32_t unit, uint32_t group, uint32_t n, uint32_t count, bool whole,
+    __device__ __forceinline__ void fold(const ExpandTile& t, uint32_t unit, uint32_t group, uint32_t n,
                                          const float (&sum)[4][4]) const {
         const char* from = places + unit % kAhead * 2 * kPlaceBytes;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             __nv_bfloat16* at = row(group, odd);
-            if (at == nullptr || count == 0) continue;
-            if (whole) {
-                const uint4 v = *reinterpret_cast<const uint4*>(from + odd * kPlaceBytes);
-                *reinterpret_cast<uint4*>(at + n) = t.folded(v, odd, sum);
-            } else {
-                t.fold_pieces(at + n, count, odd, sum);
-            }
+            if (at == nullptr || n >= t.site.n_out) continue;
+            const uint4 v = *reinterpret_cast<const uint4*>(from + odd * kPlaceBytes);
+            *reinterpret_cast<uint4*>(at + n) = t.folded(v, odd, sum);
         }
     }
 };
@@ -386,7 +367,7 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
     const auto ask_next = [&] {
         const uint32_t at = n + asked_run * kBlockOutputs;
         const bool present = asked_group < groups;
-        ring.ask(asked, present ? asked_group : 0, at, present && t.vector && t.outputs(at) == 8);
+        ring.ask(asked, present ? asked_group : 0, at, present && at < t.site.n_out);
         ++asked;
         if (++asked_run == runs) {
             asked_run = 0;
@@ -407,23 +388,19 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
             weights[i].multiply(sum, x_row, t.ranks, t.lane.quarter);
             ask_next();
             copy_async_wait<kAhead - 1>();
-            const uint32_t at = n + i * kBlockOutputs;
-            const uint32_t count = t.outputs(at);
-            ring.fold(t, unit, group, at, count, t.vector && count == 8, sum);
+            ring.fold(t, unit, group, n + i * kBlockOutputs, sum);
             ++unit;
         }
     }
 }
 
-// Any rank: B is read again, 64 ranks at a time, for every four times 8 rows.
-__device__ __forceinline__ void expand_long(const ExpandTile& t, const BaseRing& ring, uint32_t n, const char* xa, uint32_t pitch) {
+// Any rank and any alignment of out: B is read again, 64 ranks at a time, for every four times 8 rows.
+__device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* const* rows, uint32_t n, const char* xa,
+                                           uint32_t pitch) {
     constexpr int kRowGroups = 4;
     const uint32_t groups = (t.tile.count + 7) / 8;
-    const uint32_t count = t.outputs(n);
-    const bool whole = t.vector && count == 8;
+    const uint32_t count = n < t.site.n_out ? min(8u, t.site.n_out - n) : 0;
     for (uint32_t first = 0; first < groups; first += kRowGroups) {
-        const uint32_t here = min(groups - first, uint32_t(kRowGroups));
-        for (uint32_t j = 0; j < here; ++j) ring.ask(j, first + j, n, whole);
         float sum[kRowGroups][4][4] = {};
         for (uint32_t rank = 0; rank < t.ranks; rank += kRanksABlock) {
             Weights<kRanksABlock / 32> weights;
@@ -431,21 +408,30 @@ __device__ __forceinline__ void expand_long(const ExpandTile& t, const BaseRing&
             weights.settle(t.ranks - rank, t.lane.quarter);
 #pragma unroll
             for (int j = 0; j < kRowGroups; ++j) {
-                if (j >= here) break;
+                if (first + j >= groups) break;
                 const char* x_row = xa + ((first + j) * 8 + t.lane.group) * pitch + rank * 2;
                 weights.multiply(sum[j], x_row, t.ranks - rank, t.lane.quarter);
             }
         }
-        copy_async_wait<0>();
 #pragma unroll
         for (int j = 0; j < kRowGroups; ++j) {
-            if (j >= here) break;
-            ring.fold(t, j, first + j, n, count, whole, sum[j]);
+            if (first + j >= groups) break;
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                __nv_bfloat16* row = rows[(first + j) * 8 + 2 * t.lane.quarter + odd];
+                if (row == nullptr || count == 0) continue;
+                if (t.vector && count == 8) {
+                    *reinterpret_cast<uint4*>(row + n) = t.folded(load16<0>(row + n), odd, sum[j]);
+                } else {
+                    t.fold_pieces(row + n, count, odd, sum[j]);
+                }
+            }
         }
     }
 }
 
-// Tiles of both kinds. `kRanks`: the largest padded rank (16, 64 or 512); a block takes `runs` runs of outputs, up to 4.
+// Tiles of both kinds. `kRanks`: the largest padded rank, 16 or 64 where out takes whole runs of 8 outputs, 512 for whatever else; a block takes `runs` runs of
+// outputs.
 template <int kRanks>
 __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
     extern __shared__ __align__(128) char shared[];
@@ -484,7 +470,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
             } else if (kRanks <= kRanksABlock) {
                 expand_held<Weights<kRanksABlock / 32>, kHeld>(t, ring, at, 1, xa, pitch);
             } else {
-                expand_long(t, ring, at, xa, pitch);
+                expand_any(t, rows, at, xa, pitch);
             }
         }
     }

@@ -5,7 +5,7 @@ lora_expand_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends,
     expand_small<16>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 3)
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
 lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<64>(p, ends, runs);
 }
@@ -21,6 +21,6 @@ lora_expand_mixed_64(const __grid_constant__ DeltaParams p, const SiteEnds ends,
 }
 
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
-lora_expand_long(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+lora_expand_any(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_mixed<512>(p, ends, runs);
 }

@@ -22,8 +22,8 @@ pub enum Kernel {
     ExpandMixed16,
     /// The same, padded rank up to 64.
     ExpandMixed64,
-    /// The same, any padded rank.
-    ExpandLong,
+    /// The same, any padded rank, and out that is not in whole, aligned runs of 8.
+    ExpandAny,
 }
 
 impl Kernel {
@@ -37,7 +37,7 @@ impl Kernel {
         Self::ExpandSmall64,
         Self::ExpandMixed16,
         Self::ExpandMixed64,
-        Self::ExpandLong,
+        Self::ExpandAny,
     ];
 
     /// Name in the PTX.
@@ -51,7 +51,7 @@ impl Kernel {
             Self::ExpandSmall64 => "lora_expand_small_64",
             Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
-            Self::ExpandLong => "lora_expand_long",
+            Self::ExpandAny => "lora_expand_any",
         }
     }
 
@@ -63,7 +63,7 @@ impl Kernel {
             | Self::ExpandSmall64
             | Self::ExpandMixed16
             | Self::ExpandMixed64
-            | Self::ExpandLong => ModuleName::Expand,
+            | Self::ExpandAny => ModuleName::Expand,
         }
     }
 }

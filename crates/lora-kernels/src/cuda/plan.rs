@@ -176,12 +176,18 @@ fn plan_expand(
     block_ends: [u32; MAX_SITES],
 ) -> KernelLaunch {
     let xa_bytes = params.tile_rows * xa_pitch(max_rank);
+    let whole = |site: &DeltaSite| {
+        site.out.is_multiple_of(16)
+            && site.out_stride.is_multiple_of(8)
+            && site.n_out.is_multiple_of(8)
+    };
     let kernel = match (small, max_rank) {
+        _ if !params.sites[..params.site_count as usize].iter().all(whole) => Kernel::ExpandAny,
         (true, 0..=16) => Kernel::ExpandSmall16,
         (true, 17..=64) => Kernel::ExpandSmall64,
         (false, 0..=16) => Kernel::ExpandMixed16,
         (false, 17..=64) => Kernel::ExpandMixed64,
-        (_, 65..) => Kernel::ExpandLong,
+        (_, 65..) => Kernel::ExpandAny,
     };
     let shared_bytes = match kernel {
         Kernel::ExpandSmall16 | Kernel::ExpandSmall64 => xa_bytes,
@@ -211,7 +217,8 @@ fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &De
         .iter()
         .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
         .sum();
-    let most = 2;
+    let narrow = sites.iter().all(|site| site.max_rank <= RANK_GRANULE);
+    let most = if small && narrow { 4 } else { 2 };
     let wanted = u64::from(runs) * u64::from(tiles) / u64::from(caps.units.max(1) * BLOCKS_A_UNIT);
     wanted.clamp(1, most) as u32
 }
