@@ -125,3 +125,14 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// A thread's place in the MMA's layouts.
+struct Lane {
+    uint32_t warp;
+    uint32_t group;    // row of A, column of x, row of the result
+    uint32_t quarter;  // which 8 of 32 k; which two columns of the result
+};
+
+__device__ __forceinline__ Lane lane_of_thread() {
+    return Lane{threadIdx.x / 32, (threadIdx.x % 32) / 4, threadIdx.x % 4};
+}

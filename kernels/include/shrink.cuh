@@ -29,16 +29,6 @@ constexpr int kExchangeFloats = kShrinkWarps * kSmallTileRows * kExchangePitch;
 constexpr int kChunkBytes = kChunkK * 2;
 constexpr int kMaxTiledGroups = kRanksABlock / kRankGranule;
 
-struct Lane {
-    uint32_t warp;
-    uint32_t group;    // row of A, column of x, row of the result
-    uint32_t quarter;  // which 8 of 32 k; which two columns of the result
-};
-
-__device__ __forceinline__ Lane lane_of_thread() {
-    return Lane{threadIdx.x / 32, (threadIdx.x % 32) / 4, threadIdx.x % 4};
-}
-
 // The lane's 8 elements of 32, one element at a time: for rows that are not 16-byte aligned. `left`: elements from `at` to the row's end.
 __device__ __forceinline__ uint4 load_elements(const __nv_bfloat16* at, int left) {
     uint4 v;

@@ -1,0 +1,127 @@
+// B in registers, as the four interleaved MMAs of the expand kernel take it: a thread's 8 rows are its 8 adjacent outputs.
+#pragma once
+
+#include "params.cuh"
+#include "primitives.cuh"
+
+// First of the 4 ranks that a lane quarter takes of a group of 16.
+__device__ __forceinline__ uint32_t first_of_quarter(uint32_t quarter) { return quarter % 2 * 8 + quarter / 2 * 4; }
+
+// Rows whose distance in bytes is known: one address for all of them.
+template <int kStride>
+__device__ __forceinline__ void load_rows(uint2 (&row)[8], const void* from) {
+    row[0] = load_weights8<0 * kStride>(from);
+    row[1] = load_weights8<1 * kStride>(from);
+    row[2] = load_weights8<2 * kStride>(from);
+    row[3] = load_weights8<3 * kStride>(from);
+    row[4] = load_weights8<4 * kStride>(from);
+    row[5] = load_weights8<5 * kStride>(from);
+    row[6] = load_weights8<6 * kStride>(from);
+    row[7] = load_weights8<7 * kStride>(from);
+}
+
+template <int kStride>
+__device__ __forceinline__ void load_rows(uint4 (&row)[8], const void* from) {
+    row[0] = load_weights16<0 * kStride>(from);
+    row[1] = load_weights16<1 * kStride>(from);
+    row[2] = load_weights16<2 * kStride>(from);
+    row[3] = load_weights16<3 * kStride>(from);
+    row[4] = load_weights16<4 * kStride>(from);
+    row[5] = load_weights16<5 * kStride>(from);
+    row[6] = load_weights16<6 * kStride>(from);
+    row[7] = load_weights16<7 * kStride>(from);
+}
+
+// Adds one group of 16 ranks; `xa` is the row of the lane's group at the group's first rank.
+template <typename Fragment>
+__device__ __forceinline__ void multiply_group(float (&sum)[4][4], const char* xa, uint32_t quarter, Fragment fragment) {
+    const uint2 x = *reinterpret_cast<const uint2*>(xa + first_of_quarter(quarter) * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint2 low = fragment(2 * i);
+        const uint2 high = fragment(2 * i + 1);
+        mma_16x8x16(sum[i], low.x, high.x, low.y, high.y, x.x, x.y);
+    }
+}
+
+// The thread's 8 rows of B, one group of 16 ranks.
+struct Weights16 {
+    static constexpr int kRanks = kRankGranule;
+    uint2 row[8];
+
+    // `from`: the first row, of which there are `rows` (at least 1), at the first rank. Rows past them repeat the last one; their outputs do not exist.
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
+        from += first_of_quarter(quarter);
+        if (rows == 8 && stride == kRanks) return load_rows<kRanks * 2>(row, from);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride);
+    }
+
+    __device__ __forceinline__ void settle(uint32_t, uint32_t) {}
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
+        multiply_group(sum, xa, quarter, [&](int i) { return row[i]; });
+    }
+};
+
+// The thread's 8 rows of B, up to `kPairs` pairs of groups of 16 ranks. A pair's 64 bytes of a row are loaded 16 a lane; then lanes two apart exchange halves, so
+// that each has its 4 ranks of both groups.
+template <int kPairs>
+struct Weights {
+    static constexpr int kRanks = kPairs * 2 * kRankGranule;
+    uint4 row[kPairs][8];
+
+    // As in `Weights16`; `ranks` of them are wanted, in groups of 16.
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
+                                         uint32_t quarter) {
+        if (rows == 8 && stride == kRanks && ranks >= kRanks) {
+#pragma unroll
+            for (int pair = 0; pair < kPairs; ++pair) load_rows<kRanks * 2>(row[pair], from + pair * 32 + quarter * 8);
+            return;
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            const uint32_t first = pair * 32;
+            if (first >= ranks) break;
+            const bool whole = first + 32 <= ranks;
+            const __nv_bfloat16* at = from + first + (whole ? quarter * 8 : first_of_quarter(quarter));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const __nv_bfloat16* here = at + uint64_t(min(uint32_t(i), rows - 1)) * stride;
+                if (whole) {
+                    row[pair][i] = load_weights16<0>(here);
+                } else {
+                    const uint2 v = load_weights8<0>(here);
+                    row[pair][i] = make_uint4(v.x, v.y, 0, 0);
+                }
+            }
+        }
+    }
+
+    // The exchange, once what was loaded is wanted.
+    __device__ __forceinline__ void settle(uint32_t ranks, uint32_t quarter) {
+        const bool upper = quarter >= 2;
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            if (pair * 32 + 32 > ranks) break;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                uint4& v = row[pair][i];
+                const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? v.x : v.z, 2);
+                const uint32_t second = __shfl_xor_sync(0xffffffffu, upper ? v.y : v.w, 2);
+                v = upper ? make_uint4(first, second, v.z, v.w) : make_uint4(v.x, v.y, first, second);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t ranks, uint32_t quarter) const {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            const char* at = xa + pair * 64;
+            if (pair * 32 >= ranks) break;
+            multiply_group(sum, at, quarter, [&](int i) { return make_uint2(row[pair][i].x, row[pair][i].y); });
+            if (pair * 32 + 16 >= ranks) break;
+            multiply_group(sum, at + 32, quarter, [&](int i) { return make_uint2(row[pair][i].z, row[pair][i].w); });
+        }
+    }
+};
