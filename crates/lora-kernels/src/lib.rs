@@ -79,7 +79,9 @@ pub use params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, FLAG_TILES_READY, GroupParams, LARGE_TILE_ROWS,
     MAX_SITES, RANKS_A_BLOCK, SMALL_TILE_ROWS, Tile, counter_bytes, site_scratch_bytes,
 };
-pub use plan::{BytesMoved, KernelPlan, LaunchPlan, Problem, ProblemSite, bytes_moved, plan};
+pub use plan::{
+    BytesMoved, HostKernel, KernelPlan, LaunchPlan, Problem, ProblemSite, bytes_moved, plan,
+};
 pub use scratch::{Scratch, ScratchSpec};
 pub use view::{MatMut, MatRef, RowIndices, RowSlots};
 pub use weights::{GateUpOut, LoraAttnWeights, LoraFfnWeights, LoraRows, LoraSite, QkvOut};

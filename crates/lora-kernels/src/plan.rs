@@ -2,7 +2,8 @@
 
 use crate::params::site_scratch_bytes;
 use crate::{
-    BLOCK_K, DeviceCaps, LARGE_TILE_ROWS, MAX_SITES, SMALL_TILE_ROWS, ScratchSpec, Tile, host,
+    BLOCK_K, DeviceCaps, LARGE_TILE_ROWS, MAX_SITES, RowGroupsSpec, SMALL_TILE_ROWS, ScratchSpec,
+    Tile, host,
 };
 use std::fmt;
 
@@ -21,7 +22,7 @@ pub struct Problem {
     pub outs_per_x: u32,
     /// Rows of each adapter in the batch. Base rows are in no group.
     pub groups: Vec<u32>,
-    /// Largest group cut into small tiles.
+    /// Largest group cut into small tiles; see [`RowGroupsSpec::small_max`].
     pub small_max: u32,
     /// The sites that read x.
     pub sites: Vec<ProblemSite>,
@@ -60,19 +61,20 @@ impl Problem {
     }
 
     /// Rows that are in a group.
-    fn rows(&self) -> u64 {
+    pub(crate) fn rows(&self) -> u64 {
         self.groups.iter().map(|&rows| u64::from(rows)).sum()
     }
 
     /// Rows of each pass but the last.
-    fn pass_rows(&self) -> u64 {
+    pub(crate) fn pass_rows(&self) -> u64 {
         self.rows().min(ScratchSpec::PASS_ROWS.into())
     }
 
     /// Tiles of the whole batch.
     fn tiles(&self) -> u64 {
+        let small_max = self.row_groups().small_max_of(clamp(self.rows()));
         let tile_rows = |rows: u32| {
-            if rows <= self.small_max {
+            if rows <= small_max {
                 SMALL_TILE_ROWS
             } else {
                 LARGE_TILE_ROWS
@@ -82,6 +84,15 @@ impl Problem {
             .iter()
             .map(|&rows| u64::from(rows.div_ceil(tile_rows(rows))))
             .sum()
+    }
+
+    /// Its rows as a [`RowGroups`](crate::RowGroups) holds them.
+    pub(crate) fn row_groups(&self) -> RowGroupsSpec {
+        RowGroupsSpec {
+            max_rows: clamp(self.rows()),
+            entries: self.groups.len() as u32,
+            small_max: self.small_max,
+        }
     }
 
     /// (rows, rank) of every group that adapts `site`.
@@ -160,26 +171,26 @@ pub fn bytes_moved(problem: &Problem) -> BytesMoved {
     bytes
 }
 
-/// One kernel of a launch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KernelPlan {
-    /// Which half of the delta.
-    pub kernel: &'static str,
+/// One kernel launch, as a plain value. `K` names the kernels of a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelPlan<K> {
+    /// Kernel.
+    pub kernel: K,
     /// Blocks in each dimension; on the host, tasks.
     pub grid: [u32; 3],
     /// Threads a block; 1 on the host.
     pub block: u32,
-    /// Shared memory a block, bytes; on the host, a thread's working memory.
+    /// Dynamic shared memory a block, bytes; on the host, a thread's working memory.
     pub shared_bytes: u32,
 }
 
-/// A delta launch before it is one.
+/// A delta launch before it is one: the same value for every backend, whose kernels `K` names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LaunchPlan {
+pub struct LaunchPlan<K> {
     /// x times A, in k blocks.
-    pub shrink: KernelPlan,
+    pub shrink: KernelPlan<K>,
     /// The rank vectors times B, folded into out.
-    pub expand: KernelPlan,
+    pub expand: KernelPlan<K>,
     /// Scratch of all sites for a pass, bytes; see [`site_scratch_bytes`].
     pub scratch_bytes: u64,
     /// Launches: passes of rows times groups of [`MAX_SITES`] sites.
@@ -188,37 +199,68 @@ pub struct LaunchPlan {
     pub bytes: BytesMoved,
 }
 
-/// The host backend's plan for `problem` on a machine of `caps.units` threads.
-pub fn plan(problem: &Problem, caps: &DeviceCaps) -> LaunchPlan {
+impl<K> LaunchPlan<K> {
+    /// The plan of `problem` with these kernels: scratch, launches and bytes follow from the problem alone.
+    pub(crate) fn of(problem: &Problem, shrink: KernelPlan<K>, expand: KernelPlan<K>) -> Self {
+        let pass_rows = problem.pass_rows();
+        let passes = problem.rows().div_ceil(pass_rows.max(1));
+        let site_groups = problem.sites.len().div_ceil(MAX_SITES) as u64;
+        let site_bytes = |site: &ProblemSite| {
+            site_scratch_bytes(problem.k_in.into(), pass_rows, site.max_rank.into())
+        };
+        Self {
+            shrink,
+            expand,
+            scratch_bytes: problem.sites.iter().map(site_bytes).sum(),
+            launches: clamp(passes * site_groups),
+            bytes: bytes_moved(problem),
+        }
+    }
+}
+
+fn clamp(value: u64) -> u32 {
+    value.min(u32::MAX.into()) as u32
+}
+
+/// The host backend's plan for `problem` on a machine of `caps.units` threads. [`cuda::plan`](crate::cuda::plan) gives a GPU's.
+pub fn plan(problem: &Problem, caps: &DeviceCaps) -> LaunchPlan<HostKernel> {
     let k_blocks = u64::from(problem.k_in.div_ceil(BLOCK_K));
-    let pass_rows = problem.pass_rows();
-    let passes = problem.rows().div_ceil(pass_rows.max(1));
-    let site_groups = problem.sites.len().div_ceil(MAX_SITES) as u64;
     let max_rank = problem.sites.iter().map(|site| site.max_rank).max();
     let widths: Vec<u32> = problem.sites.iter().map(|site| site.n_out).collect();
-    let site_bytes = |site: &ProblemSite| {
-        site_scratch_bytes(problem.k_in.into(), pass_rows, site.max_rank.into())
-    };
-    let clamp = |value: u64| value.min(u32::MAX.into()) as u32;
     let kernel = |kernel, tasks: u64| KernelPlan {
         kernel,
         grid: [clamp(tasks), 1, 1],
         block: 1,
         shared_bytes: clamp(host::workspace_bytes(max_rank.unwrap_or(0)) as u64),
     };
-    LaunchPlan {
-        shrink: kernel("shrink", host::shrink_tasks(&problem.groups) * k_blocks),
-        expand: kernel(
-            "expand",
-            host::expand_tasks(&widths, caps.units as usize) as u64,
-        ),
-        scratch_bytes: problem.sites.iter().map(site_bytes).sum(),
-        launches: clamp(passes * site_groups),
-        bytes: bytes_moved(problem),
+    let shrink = host::shrink_tasks(&problem.groups) * k_blocks;
+    let expand = host::expand_tasks(&widths, caps.units as usize) as u64;
+    LaunchPlan::of(
+        problem,
+        kernel(HostKernel::Shrink, shrink),
+        kernel(HostKernel::Expand, expand),
+    )
+}
+
+/// The two halves of a delta, as the host backend runs them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum HostKernel {
+    /// x times A.
+    Shrink,
+    /// The rank vectors times B, folded into out.
+    Expand,
+}
+
+impl fmt::Display for HostKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shrink => "shrink",
+            Self::Expand => "expand",
+        })
     }
 }
 
-impl fmt::Display for KernelPlan {
+impl<K: fmt::Display> fmt::Display for KernelPlan<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y, z] = self.grid;
         write!(
@@ -229,7 +271,7 @@ impl fmt::Display for KernelPlan {
     }
 }
 
-impl fmt::Display for LaunchPlan {
+impl<K: fmt::Display> fmt::Display for LaunchPlan<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (total, floor) = (self.bytes.total(), self.bytes.floor());
         write!(

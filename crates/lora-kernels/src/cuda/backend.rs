@@ -1,10 +1,10 @@
 use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
-use super::plan::{KernelLaunch, plan_delta, plan_group_rows};
+use super::plan::{plan_delta, plan_group_rows};
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{FLAG_TILES_READY, GroupParams};
-use crate::{DeltaParams, DeviceCaps, KernelError, LoraBackend, Stream};
+use crate::{DeltaParams, DeviceCaps, KernelError, KernelPlan, LoraBackend, Stream};
 use cudarc::driver::{result, sys};
 use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
@@ -123,7 +123,7 @@ impl CudaBackend {
 
     fn enqueue(
         &self,
-        launch: &KernelLaunch,
+        launch: &KernelPlan<Kernel>,
         stream: Stream,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {

@@ -2,6 +2,7 @@
 
 use super::{CudaError, driver};
 use cudarc::driver::sys;
+use std::fmt;
 
 /// Every kernel of this crate. The only place where their symbols are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,6 +66,12 @@ impl Kernel {
             | Self::ExpandMixed64
             | Self::ExpandAny => ModuleName::Expand,
         }
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.symbol())
     }
 }
 

@@ -5,33 +5,21 @@ use crate::params::{
     BLOCK_K, DeltaParams, DeltaSite, GroupParams, LARGE_TILE_ROWS, MAX_SITES, RANKS_A_BLOCK,
     SMALL_TILE_ROWS,
 };
-use crate::{DeviceCaps, Tile};
+use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem, Tile};
+use bytemuck::Zeroable;
 use lora_weights::RANK_GRANULE;
-
-/// One kernel launch, as a plain value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KernelLaunch {
-    /// Kernel.
-    pub kernel: Kernel,
-    /// Blocks, x, y and z.
-    pub grid: [u32; 3],
-    /// Threads a block.
-    pub block: u32,
-    /// Dynamic shared memory a block, bytes.
-    pub shared_bytes: u32,
-}
 
 /// The two launches of a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaPlan {
     /// Partial sums of `x @ A^T`.
-    pub shrink: KernelLaunch,
+    pub shrink: KernelPlan<Kernel>,
     /// Where the 16-rank groups of each site end in y of the shrink grid of small tiles.
     pub group_ends: [u32; MAX_SITES],
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
     /// `@ B^T` and the fold.
-    pub expand: KernelLaunch,
+    pub expand: KernelPlan<Kernel>,
     /// Where the blocks of each site end in x of the expand grid.
     pub block_ends: [u32; MAX_SITES],
     /// Runs of 256 outputs that an expand block makes one after the other.
@@ -66,9 +54,51 @@ const MIXED_BLOCKS_A_UNIT: u32 = 2;
 const MOST_PARTS: u32 = 64;
 
 struct ShrinkPlan {
-    launch: KernelLaunch,
+    launch: KernelPlan<Kernel>,
     ends: [u32; MAX_SITES],
     parts: u32,
+}
+
+/// The plan for `problem` on a GPU: the kernels of the first launch, which is the largest where passes of rows or groups of
+/// [`MAX_SITES`] sites make several. x is taken to be as aligned as its width allows.
+///
+/// ```
+/// use lora_kernels::{DeviceCaps, Problem, cuda};
+///
+/// let caps = DeviceCaps { name: "GB10".into(), units: 48, shared_bytes: 101_376, l2_bytes: 24 << 20 };
+/// let plan = cuda::plan(&Problem::uniform(1, 1, 16, (4096, &[4096])), &caps);
+/// assert_eq!(plan.shrink.grid, [4, 1, 1]);
+/// assert!(plan.to_string().contains("lora_shrink_small <<<4x1x1, 256, 0 B>>>"));
+/// ```
+pub fn plan(problem: &Problem, caps: &DeviceCaps) -> LaunchPlan<Kernel> {
+    let plan = plan_delta(&first_launch(problem), caps);
+    LaunchPlan::of(problem, plan.shrink, plan.expand)
+}
+
+/// What a routed launch of `problem` says of its sizes; its only address is one that is aligned.
+fn first_launch(problem: &Problem) -> DeltaParams {
+    let rows = problem.rows().min(u64::from(u32::MAX)) as u32;
+    let groups = problem.row_groups();
+    let mut params = DeltaParams {
+        x_stride: problem.k_in.into(),
+        rows,
+        x_row_count: rows.div_ceil(problem.outs_per_x.max(1)),
+        k_in: problem.k_in,
+        k_blocks: problem.k_in.div_ceil(BLOCK_K),
+        x_div: problem.outs_per_x,
+        tile_rows: groups.tile_rows(rows),
+        slots: groups.entries,
+        site_count: problem.sites.len().min(MAX_SITES) as u32,
+        pass_rows: problem.pass_rows() as u32,
+        max_tiles: groups.tile_bound(rows),
+        ..DeltaParams::zeroed()
+    };
+    for (to, site) in params.sites.iter_mut().zip(&problem.sites) {
+        to.n_out = site.n_out;
+        to.out_stride = site.n_out.into();
+        to.max_rank = site.max_rank;
+    }
+    params
 }
 
 /// Plans a delta launch.
@@ -114,7 +144,7 @@ fn plan_shrink(
     let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
         let grid = [params.k_blocks, groups, params.max_tiles];
-        let launch = KernelLaunch {
+        let launch = KernelPlan {
             kernel: Kernel::ShrinkSmall,
             grid,
             block: SHRINK_THREADS,
@@ -145,7 +175,7 @@ fn plan_shrink(
         .clamp(1, MOST_GRID_YZ);
     let grid = [blocks, params.max_tiles.min(most_tiles), 1];
     ShrinkPlan {
-        launch: KernelLaunch {
+        launch: KernelPlan {
             kernel,
             grid,
             block: SHRINK_THREADS,
@@ -174,7 +204,7 @@ fn plan_expand(
     max_rank: u32,
     small: bool,
     block_ends: [u32; MAX_SITES],
-) -> KernelLaunch {
+) -> KernelPlan<Kernel> {
     let xa_bytes = params.tile_rows * xa_pitch(max_rank);
     let whole = |site: &DeltaSite| {
         site.out.is_multiple_of(16)
@@ -198,7 +228,7 @@ fn plan_expand(
         params.max_tiles.min(MOST_GRID_YZ),
         1,
     ];
-    KernelLaunch {
+    KernelPlan {
         kernel,
         grid,
         block: EXPAND_THREADS,
@@ -232,7 +262,7 @@ fn xa_pitch(max_rank: u32) -> u32 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupPlan {
     /// One block.
-    pub launch: KernelLaunch,
+    pub launch: KernelPlan<Kernel>,
     /// Entries whose counts fit in shared memory, for every warp; more entries take more passes over the rows.
     pub capacity: u32,
 }
@@ -242,7 +272,7 @@ pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
     let counts = GROUP_SHARED_BYTES / 4;
     let warps = (counts / params.slots.max(1)).clamp(LEAST_GROUP_WARPS, MOST_GROUP_WARPS);
     let capacity = params.slots.clamp(1, counts / warps);
-    let launch = KernelLaunch {
+    let launch = KernelPlan {
         kernel: Kernel::GroupRows,
         grid: [1, 1, 1],
         block: warps * 32,
@@ -252,3 +282,6 @@ pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
 }
 
 const _: () = assert!(size_of::<Tile>() == 16 && BLOCK_K == 1024);
+
+#[cfg(test)]
+mod tests;

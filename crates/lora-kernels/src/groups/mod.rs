@@ -49,8 +49,18 @@ impl RowGroupsSpec {
         }
     }
 
-    fn tile_bound(&self, rows: u32) -> u32 {
+    /// Tiles at most of a batch of `rows` rows.
+    pub(crate) fn tile_bound(&self, rows: u32) -> u32 {
         max_tiles(rows, self.entries, self.small_max_of(rows))
+    }
+
+    /// Most rows that a tile of a batch of `rows` rows can have: [`SMALL_TILE_ROWS`] where no group can be cut large.
+    pub(crate) fn tile_rows(&self, rows: u32) -> u32 {
+        if rows <= self.small_max_of(rows) {
+            SMALL_TILE_ROWS
+        } else {
+            LARGE_TILE_ROWS
+        }
     }
 
     /// Device bytes that [`RowGroups::new`] allocates.
@@ -193,13 +203,9 @@ impl RowGroups {
         Ok(Grouping { tiles, perm })
     }
 
-    /// Most rows that a tile can have, for the rows it was last built for: [`SMALL_TILE_ROWS`] where no group can be cut large.
+    /// Most rows that a tile can have, for the rows it was last built for.
     pub(crate) fn tile_rows(&self) -> u32 {
-        if self.rows <= self.spec.small_max_of(self.rows) {
-            SMALL_TILE_ROWS
-        } else {
-            LARGE_TILE_ROWS
-        }
+        self.spec.tile_rows(self.rows)
     }
 
     /// Tiles at most, for the rows it was last built for.

@@ -1,0 +1,149 @@
+use super::*;
+use crate::ProblemSite;
+use proptest::prelude::*;
+
+/// Shared memory of a block of GB10, bytes.
+const GB10_SHARED: u32 = 101_376;
+
+fn gb10() -> DeviceCaps {
+    DeviceCaps {
+        name: "GB10".into(),
+        units: 48,
+        shared_bytes: GB10_SHARED,
+        l2_bytes: 24 << 20,
+    }
+}
+
+fn params(problem: &Problem) -> DeltaParams {
+    first_launch(problem)
+}
+
+#[test]
+fn decode_gives_each_16_ranks_and_k_block_of_a_tile_a_block() {
+    let problem = Problem::uniform(8, 8, 16, (4096, &[4096, 1024, 1024]));
+    let plan = plan_delta(&params(&problem), &gb10());
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkSmall);
+    assert_eq!(plan.shrink.grid, [4, 3, 8]);
+    assert_eq!(plan.shrink.shared_bytes, 0);
+    assert_eq!(plan.group_ends, [1, 2, 3, 3]);
+    assert_eq!(plan.expand.kernel, Kernel::ExpandSmall16);
+    assert_eq!(plan.expand.grid, [24, 8, 1]);
+    assert_eq!(plan.block_ends, [16, 20, 24, 24]);
+    // 8 rows of 16 ranks, BF16, no two rows on the same banks.
+    assert_eq!(plan.expand.shared_bytes, 8 * 16 * 2);
+}
+
+#[test]
+fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
+    let problem = Problem::uniform(4096, 4, 64, (4096, &[14336, 14336]));
+    let plan = plan_delta(&params(&problem), &gb10());
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+    // Three stages of 64 rows and 64 ranks of a chunk: two blocks a multiprocessor of an H200.
+    assert_eq!(plan.shrink.shared_bytes, 3 * (64 + 64) * 256);
+    assert_eq!(plan.shrink.grid[0], plan.k_parts * 2);
+    assert_eq!(plan.expand.kernel, Kernel::ExpandMixed64);
+    assert_eq!(plan.expand_runs, 2);
+    assert_eq!(plan.expand.grid[0], 2 * 14336 / 512);
+}
+
+#[test]
+fn rows_that_are_not_16_byte_aligned_take_the_unaligned_shrink() {
+    let aligned = params(&Problem::uniform(4, 1, 16, (4096, &[64])));
+    let odd_width = params(&Problem::uniform(4, 1, 16, (4095, &[64])));
+    let odd_stride = DeltaParams {
+        x_stride: 4097,
+        ..aligned
+    };
+    let odd_address = DeltaParams { x: 8, ..aligned };
+    let shrink = |params: &DeltaParams| plan_delta(params, &gb10()).shrink;
+    assert_eq!(shrink(&aligned).kernel, Kernel::ShrinkSmall);
+    for params in [odd_width, odd_stride, odd_address] {
+        assert_eq!(shrink(&params).kernel, Kernel::ShrinkUnaligned);
+        assert_eq!(shrink(&params).shared_bytes, EXCHANGE_BYTES);
+    }
+}
+
+#[test]
+fn ranks_above_64_take_the_long_expand_in_any_batch() {
+    for rows in [1, 4096] {
+        let plan = plan(&Problem::uniform(rows, 1, 65, (1024, &[1024])), &gb10());
+        assert_eq!(plan.expand.kernel, Kernel::ExpandLong);
+    }
+}
+
+#[test]
+fn more_tiles_than_a_grid_is_high_are_looped_over() {
+    let many = DeltaParams {
+        max_tiles: MOST_GRID_YZ + 1,
+        ..params(&Problem::uniform(8, 8, 16, (1024, &[1024])))
+    };
+    let plan = plan_delta(&many, &gb10());
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+    assert!(plan.shrink.grid[1] <= MOST_GRID_YZ);
+    assert_eq!(plan.expand.kernel, Kernel::ExpandMixed16);
+    assert_eq!(plan.expand.grid[1], MOST_GRID_YZ);
+}
+
+#[test]
+fn groupings_count_in_shared_memory_with_a_pass_for_what_does_not_fit() {
+    let group = |slots| {
+        plan_group_rows(&GroupParams {
+            slots,
+            ..GroupParams::zeroed()
+        })
+    };
+    assert_eq!((group(64).launch.block, group(64).capacity), (1024, 64));
+    let many = group(4096 * 512);
+    assert_eq!(many.launch.block, LEAST_GROUP_WARPS * 32);
+    assert!(many.capacity < 4096 * 512 && many.launch.shared_bytes <= GB10_SHARED);
+}
+
+#[test]
+fn sites_beyond_one_launch_count_as_further_launches() {
+    let plan = plan(&Problem::uniform(9000, 3, 16, (4096, &[64; 5])), &gb10());
+    assert_eq!(plan.launches, 2 * 2);
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    let site = (1_u32..40_000, 1_u32..=512);
+    (
+        1_u32..70_000,
+        1_u32..600,
+        1_u32..40_000,
+        prop::collection::vec(site, 1..=MAX_SITES),
+    )
+        .prop_map(|(rows, adapters, k_in, sites)| {
+            let mut problem = Problem::uniform(rows, adapters, 1, (k_in, &[]));
+            let groups = problem.groups.len();
+            let site = |(n_out, rank)| ProblemSite {
+                n_out,
+                max_rank: lora_weights::padded_rank(rank),
+                ranks: vec![rank; groups],
+            };
+            problem.sites = sites.into_iter().map(site).collect();
+            problem
+        })
+}
+
+proptest! {
+    #[test]
+    fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21) {
+        let params = params(&problem);
+        let plan = plan_delta(&params, &gb10());
+        let group = plan_group_rows(&GroupParams { slots, ..GroupParams::zeroed() });
+        for launch in [plan.shrink, plan.expand, group.launch] {
+            prop_assert!(launch.shared_bytes <= GB10_SHARED, "{launch}");
+            prop_assert!(launch.block <= 1024 && launch.block.is_multiple_of(32), "{launch}");
+            prop_assert!(launch.grid.iter().all(|&blocks| blocks > 0), "{launch}");
+            prop_assert!(launch.grid[1] <= MOST_GRID_YZ && launch.grid[2] <= MOST_GRID_YZ, "{launch}");
+        }
+        // Every 16 ranks of a site, and every 256 outputs, are in some block.
+        let groups: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
+        prop_assert_eq!(plan.group_ends[MAX_SITES - 1], groups);
+        let outputs = |site: &ProblemSite| site.n_out.div_ceil(256 * plan.expand_runs);
+        let blocks: u32 = problem.sites.iter().map(outputs).sum();
+        prop_assert_eq!(plan.expand.grid[0], blocks);
+        prop_assert!((1..=params.k_blocks).contains(&plan.k_parts));
+    }
+}
