@@ -47,9 +47,12 @@
 //! ```
 //!
 //! # Features
-//! `testing` adds the module `testing`: data makers, a naive reference and test bodies that run on any backend.
+//! * `testing` adds the module `testing`: data makers, a naive reference and test bodies that run on any backend.
+//! * `bench` adds the module `bench`: the deltas of a layer, checked against that reference and then timed, on any backend.
 
 mod backend;
+#[cfg(feature = "bench")]
+pub mod bench;
 mod buffer;
 pub mod cuda;
 mod error;

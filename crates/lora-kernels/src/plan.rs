@@ -6,6 +6,8 @@ use crate::{
     Tile, host,
 };
 use std::fmt;
+use std::iter::Sum;
+use std::ops::Add;
 
 /// Bytes of a BF16 element.
 const BF16: u64 = 2;
@@ -127,6 +129,26 @@ impl BytesMoved {
     /// All of it.
     pub fn total(&self) -> u64 {
         self.floor() + self.partials + self.routing
+    }
+}
+
+impl Add for BytesMoved {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            adapters: self.adapters + other.adapters,
+            x: self.x + other.x,
+            out: self.out + other.out,
+            partials: self.partials + other.partials,
+            routing: self.routing + other.routing,
+        }
+    }
+}
+
+impl Sum for BytesMoved {
+    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
+        parts.fold(Self::default(), Add::add)
     }
 }
 

@@ -20,7 +20,7 @@ pub mod bits;
 pub mod correctness;
 mod data;
 mod device;
-mod naive;
+pub(crate) mod naive;
 
 pub use adapter::{DeviceAdapter, DeviceTables, TestAdapter};
 pub use batch::{Batch, BatchShape, SiteShape, Via};

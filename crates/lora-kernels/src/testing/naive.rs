@@ -59,14 +59,14 @@ impl Verdict {
 
 /// Adds up a [`Verdict`] row by row.
 #[derive(Debug, Default)]
-pub(super) struct Judge {
+pub(crate) struct Judge {
     worst: f64,
     errors: f64,
     sizes: f64,
 }
 
 impl Judge {
-    pub(super) fn row(&mut self, base: &[bf16], out: &[bf16], expected: &ExpectedRow) {
+    pub(crate) fn row(&mut self, base: &[bf16], out: &[bf16], expected: &ExpectedRow) {
         let wanted = expected.delta.iter().zip(&expected.magnitude);
         for ((base, out), (delta, magnitude)) in base.iter().zip(out).zip(wanted) {
             let (base, out) = (base.to_f64(), out.to_f64());
@@ -84,7 +84,7 @@ impl Judge {
         }
     }
 
-    pub(super) fn verdict(&self) -> Verdict {
+    pub(crate) fn verdict(&self) -> Verdict {
         let rms = if self.errors == 0.0 {
             0.0
         } else {

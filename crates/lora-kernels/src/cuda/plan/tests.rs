@@ -64,10 +64,22 @@ fn rows_that_are_not_16_byte_aligned_take_the_unaligned_shrink() {
 }
 
 #[test]
-fn ranks_above_64_take_the_long_expand_in_any_batch() {
+fn outs_that_are_not_16_byte_aligned_take_the_unaligned_expand() {
+    let aligned = params(&Problem::uniform(4, 1, 16, (4096, &[64, 64])));
+    let odd_width = params(&Problem::uniform(4, 1, 16, (4096, &[64, 65])));
+    let mut odd_address = aligned;
+    odd_address.sites[1].out = 2;
+    let expand = |params: &DeltaParams| plan_delta(params, &gb10()).expand.kernel;
+    assert_eq!(expand(&aligned), Kernel::ExpandSmall16);
+    assert_eq!(expand(&odd_width), Kernel::ExpandAny);
+    assert_eq!(expand(&odd_address), Kernel::ExpandAny);
+}
+
+#[test]
+fn ranks_above_64_take_the_expand_for_any_rank_in_any_batch() {
     for rows in [1, 4096] {
         let plan = plan(&Problem::uniform(rows, 1, 65, (1024, &[1024])), &gb10());
-        assert_eq!(plan.expand.kernel, Kernel::ExpandLong);
+        assert_eq!(plan.expand.kernel, Kernel::ExpandAny);
     }
 }
 

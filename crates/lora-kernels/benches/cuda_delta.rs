@@ -1,0 +1,64 @@
+//! Deltas of a layer on a GPU, weights cold: correct first, then timed by device events. Prints a table of all shapes, floor and goals
+//! beside them, after criterion's own lines. Without `--bench`, tiny sizes; without a GPU, nothing but why.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use lora_kernels::KernelError;
+use lora_kernels::bench::{
+    BenchDevice, DeltaBench, DeltaShape, DeltaTable, H200_SHAPES, LLAMA_8B_LAYER, LayerSite,
+    TINY_LAYER, TINY_SHAPES, Work,
+};
+use lora_kernels::cuda::CudaBackend;
+use std::time::Duration;
+
+/// Replays of a graph whose median the table shows.
+const RUNS: usize = 20;
+
+fn cuda_delta(c: &mut Criterion) {
+    let device = match CudaBackend::new(0) {
+        Ok(backend) => BenchDevice::cuda(backend),
+        Err(error) => {
+            println!("cuda_delta: skipped: {error}");
+            return;
+        }
+    };
+    // What criterion goes by: cargo bench passes `--bench`, cargo test does not.
+    let timed = std::env::args().any(|argument| argument == "--bench");
+    let (shapes, layer): (&[DeltaShape], &[LayerSite]) = if timed {
+        (&H200_SHAPES, &LLAMA_8B_LAYER)
+    } else {
+        (&TINY_SHAPES, &TINY_LAYER)
+    };
+    let mut group = c.benchmark_group("cuda_delta");
+    group.warm_up_time(Duration::from_millis(200));
+    group.measurement_time(Duration::from_secs(1));
+    group.sample_size(10);
+    let mut table = DeltaTable::new(&device);
+    for &shape in shapes {
+        let mut bench = DeltaBench::new(&device, shape, layer).expect("set up");
+        let verdict = bench.check().expect("check");
+        assert!(verdict.passes(), "{shape}: {verdict:?}");
+        table.lines.push(bench.measure(RUNS).expect("measure"));
+        let copies = bench.copies() as u64;
+        let mut work = bench.work(0..layer.len()).expect("capture");
+        group.throughput(Throughput::Bytes(shape.bytes(layer).floor()));
+        group.bench_function(shape.to_string(), |b| {
+            b.iter_custom(|layers| device_time(&mut work, layers, copies).expect("replay"));
+        });
+    }
+    group.finish();
+    println!("{table}");
+}
+
+/// Device time of `layers` layers, from as many replays as hold them: a replay is `copies` layers.
+fn device_time(work: &mut Work<'_>, layers: u64, copies: u64) -> Result<Duration, KernelError> {
+    let replays = layers.div_ceil(copies);
+    let mut us = 0.0;
+    for _ in 0..replays {
+        us += work.run_us()?;
+    }
+    let layer_us = us / (replays * copies) as f64;
+    Ok(Duration::from_secs_f64(layer_us * layers as f64 / 1e6))
+}
+
+criterion_group!(benches, cuda_delta);
+criterion_main!(benches);
