@@ -1,5 +1,7 @@
 //! Why a command could not do its work. Shown on one line, with the file's name.
 
+use lora_kernels::bench::DeltaShape;
+use lora_kernels::testing::Verdict;
 use lora_runtime::RuntimeError;
 use lora_runtime::config::ConfigError;
 use std::path::{Path, PathBuf};
@@ -35,6 +37,14 @@ pub enum CliError {
     /// An adapter that a bench makes does not hold together.
     #[error("synthetic adapter: {0}")]
     Synthetic(String),
+    /// A delta that is not what the reference gives: its times would mean nothing.
+    #[error("deltas of {shape} are wrong: {verdict:?}, where 1 is the most that is allowed")]
+    WrongDelta {
+        /// The batch.
+        shape: DeltaShape,
+        /// How far it is off.
+        verdict: Verdict,
+    },
     /// Levers or other settings that cannot be.
     #[error(transparent)]
     Setting(#[from] ConfigError),

@@ -97,14 +97,25 @@ fn experts_take_room_only_where_they_are_on() {
 fn quick_bench_times_every_stage() {
     let output = lora(&["bench", "--quick", "--json"]);
     assert_eq!(output.code, 0, "{}", output.err);
-    let timings = output.json();
-    let timings = timings.as_array().expect("a list");
-    assert!(timings.iter().any(|t| t["what"] == "audit and pack"));
-    assert!(timings.len() > 10);
-    assert!(
-        timings
-            .iter()
-            .all(|t| t["microseconds"].as_f64().is_some_and(|us| us > 0.0)),
-        "{timings:?}"
-    );
+    let json = output.json();
+    let adapters = json["adapters"].as_array().expect("a list");
+    assert!(adapters.iter().any(|t| t["what"] == "audit and pack"));
+    let deltas = json["deltas"].as_array().expect("a list");
+    assert!(!deltas.is_empty());
+    for timing in adapters.iter().chain(deltas) {
+        let us = timing["microseconds"].as_f64();
+        assert!(us.is_some_and(|us| us > 0.0), "{timing}");
+    }
+    for delta in deltas {
+        assert!(delta["moved_bytes"].as_u64() >= delta["floor_bytes"].as_u64());
+        assert!(delta["sites"]["gate_up"].as_f64() > Some(0.0), "{delta}");
+    }
+}
+
+#[test]
+fn quick_bench_prints_a_table_of_deltas() {
+    let output = lora(&["bench", "--quick"]);
+    assert_eq!(output.code, 0, "{}", output.err);
+    assert!(output.out.contains("| moved/floor |"), "{}", output.out);
+    assert!(output.out.contains("rank 4 of 24, 6 rows, 3 adapters"));
 }

@@ -4,7 +4,7 @@ mod deltas;
 mod loading;
 mod synthetic;
 
-pub use deltas::delta_times;
+pub use deltas::{bench_device, delta_times};
 pub use loading::{Synthetic, adapter_times};
 pub use synthetic::Shape;
 

