@@ -63,6 +63,21 @@ struct GroupParams {
     uint32_t max_tiles;
 };
 
+struct EntryParams {
+    uint64_t adapters;
+    uint64_t resident_of_slot;
+    uint64_t experts;
+    uint64_t offsets;
+    uint64_t tokens;
+    uint64_t entries;
+    uint32_t rows;
+    uint32_t token_count;
+    uint32_t top_k;
+    uint32_t num_experts;
+    uint32_t slots;
+    uint32_t residents;
+};
+
 // Where each site's share of a grid dimension ends; unused sites end where the last one does.
 struct SiteEnds {
     uint32_t end[kMaxSites];
@@ -76,3 +91,4 @@ static_assert(sizeof(DeltaParams) == 104 + 88 * kMaxSites);
 static_assert(offsetof(DeltaParams, x_rows) == 40 && offsetof(DeltaParams, rows) == 56);
 static_assert(offsetof(DeltaParams, pass_first) == 88 && offsetof(DeltaParams, sites) == 104);
 static_assert(sizeof(GroupParams) == 48);
+static_assert(sizeof(EntryParams) == 72 && offsetof(EntryParams, rows) == 48);

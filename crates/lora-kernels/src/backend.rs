@@ -1,6 +1,6 @@
 //! What a backend is.
 
-use crate::{DeltaParams, GroupParams, KernelError};
+use crate::{DeltaParams, EntryParams, GroupParams, KernelError};
 use lora_weights::device::DeviceMemory;
 
 /// An execution queue: work enqueued on one stream runs in order. [`Stream::OWN`] is the backend's own; an engine passes its
@@ -41,7 +41,7 @@ pub struct DeviceCaps {
 
 /// What every backend does. Launches only enqueue: they allocate no device memory and never synchronize.
 ///
-/// [`delta`](Self::delta) and [`group_rows`](Self::group_rows) take plain addresses. Launchers make them from typed views and check
+/// [`delta`](Self::delta), [`group_rows`](Self::group_rows) and [`expert_entries`](Self::expert_entries) take plain addresses. Launchers make them from typed views and check
 /// them; a backend that can (the host) checks every address again.
 pub trait LoraBackend: DeviceMemory {
     /// The device.
@@ -60,6 +60,12 @@ pub trait LoraBackend: DeviceMemory {
     /// # Errors
     /// What enqueueing gives; on the host also an address outside its allocations.
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError>;
+
+    /// Finds the table entry of each row of a MoE block, by the rule of [`EntryParams`].
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations.
+    fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError>;
 
     /// Runs one pass of a delta: shrink, then expand and fold.
     ///

@@ -1,6 +1,9 @@
 //! An owned piece of device memory.
 
-use crate::{KernelError, MatMut, MatRef, Operand, RowIndices, RowSlots};
+use crate::{
+    ExpertIds, KernelError, MatMut, MatRef, Operand, ResidentOfSlot, RowIndices, RowSlots,
+    TokenAdapters,
+};
 use bytemuck::Pod;
 use lora_weights::device::{DeviceMemory, DevicePtr, MemoryError};
 use std::fmt;
@@ -142,6 +145,36 @@ impl DeviceBuffer {
         let ptr = self.at::<u32>(0, len)?;
         // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
         unsafe { RowIndices::from_raw(ptr, len) }
+    }
+
+    /// The first `len` elements as expert numbers.
+    ///
+    /// # Errors
+    /// [`KernelError::ViewOutside`] if there are fewer.
+    pub fn expert_ids(&self, len: usize) -> Result<ExpertIds<'_>, KernelError> {
+        let ptr = self.at::<i32>(0, len)?;
+        // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
+        unsafe { ExpertIds::from_raw(ptr, len) }
+    }
+
+    /// The first `len` elements as adapter slots of tokens.
+    ///
+    /// # Errors
+    /// [`KernelError::ViewOutside`] if there are fewer.
+    pub fn token_adapters(&self, len: usize) -> Result<TokenAdapters<'_>, KernelError> {
+        let ptr = self.at::<i32>(0, len)?;
+        // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
+        unsafe { TokenAdapters::from_raw(ptr, len) }
+    }
+
+    /// The first `len` elements as resident numbers of slots.
+    ///
+    /// # Errors
+    /// [`KernelError::ViewOutside`] if there are fewer.
+    pub fn resident_of_slot(&self, len: usize) -> Result<ResidentOfSlot<'_>, KernelError> {
+        let ptr = self.at::<i32>(0, len)?;
+        // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
+        unsafe { ResidentOfSlot::from_raw(ptr, len) }
     }
 
     fn matrix(

@@ -72,19 +72,22 @@ mod weights;
 pub use backend::{DeviceCaps, LoraBackend, Stream};
 pub use buffer::DeviceBuffer;
 pub use error::{KernelError, Operand};
-pub use groups::{Grouping, RowGroups, RowGroupsSpec, max_tiles};
+pub use groups::{
+    ExpertEntries, ExpertRouting, ExpertSpace, Grouping, RowGroups, RowGroupsSpec, max_tiles,
+};
 pub use launch::{
     Applied, LaunchContext, LaunchOptions, LoraKernels, PairSite, RouteSite, RoutedX, SiteKind,
     Skip, apply_lora_bgmv, apply_lora_delta,
 };
 pub use limits::{MAX_ENTRIES, MAX_RANK, MAX_ROWS, MAX_WIDTH, PAIR_ALIGN};
 pub use params::{
-    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, FLAG_TILES_READY, GroupParams, LARGE_TILE_ROWS,
-    MAX_SITES, RANKS_A_BLOCK, SMALL_TILE_ROWS, Tile, counter_bytes, site_scratch_bytes,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EntryParams, FLAG_TILES_READY, GroupParams,
+    LARGE_TILE_ROWS, MAX_SITES, RANKS_A_BLOCK, SMALL_TILE_ROWS, Tile, counter_bytes,
+    site_scratch_bytes,
 };
 pub use plan::{
     BytesMoved, HostKernel, KernelPlan, LaunchPlan, Problem, ProblemSite, bytes_moved, plan,
 };
 pub use scratch::{Scratch, ScratchSpec};
-pub use view::{MatMut, MatRef, RowIndices, RowSlots};
+pub use view::{ExpertIds, MatMut, MatRef, ResidentOfSlot, RowIndices, RowSlots, TokenAdapters};
 pub use weights::{GateUpOut, LoraAttnWeights, LoraFfnWeights, LoraRows, LoraSite, QkvOut};

@@ -144,6 +144,39 @@ pub struct GroupParams {
     pub max_tiles: u32,
 }
 
+/// Which table entry each row of a MoE block takes: `resident of its token's adapter slot * num_experts + its expert`.
+///
+/// Unsorted rows (`experts` is not 0): row i is token `i / top_k`, its expert `experts[i]`. Sorted rows: row i is token `tokens[i]`, its
+/// expert the one whose bounds hold i. A token, slot, resident or expert that is negative or past its limit gives entry -1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct EntryParams {
+    /// `i32[token_count]`: adapter slot of each token.
+    pub adapters: u64,
+    /// `i32[slots]`: which resident adapter of the tables a slot is.
+    pub resident_of_slot: u64,
+    /// `i32[rows]`: expert of each row; 0 = rows are sorted by expert.
+    pub experts: u64,
+    /// `u32[num_experts + 1]`: first row of each expert, and one past the last; not decreasing. Not read where `experts` is not 0.
+    pub offsets: u64,
+    /// `u32[rows]`: token of each row. Not read where `experts` is not 0.
+    pub tokens: u64,
+    /// `i32[rows]` out.
+    pub entries: u64,
+    /// Rows.
+    pub rows: u32,
+    /// Tokens.
+    pub token_count: u32,
+    /// Rows a token, where they are unsorted; at least 1.
+    pub top_k: u32,
+    /// Experts of the block.
+    pub num_experts: u32,
+    /// Slots of the pool.
+    pub slots: u32,
+    /// Adapters that the tables have room for.
+    pub residents: u32,
+}
+
 /// Bytes of scratch that one site of a launch takes: a multiple of 256.
 ///
 /// `k_in` is the width of x, `pass_rows` the positions of a pass, `max_rank` the padded rank.
@@ -173,4 +206,6 @@ const _: () = {
     assert!(offset_of!(DeltaParams, pass_first) == 88);
     assert!(offset_of!(DeltaParams, sites) == 104);
     assert!(size_of::<GroupParams>() == 48);
+    assert!(size_of::<EntryParams>() == 72);
+    assert!(offset_of!(EntryParams, rows) == 48);
 };

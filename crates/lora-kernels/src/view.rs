@@ -333,6 +333,57 @@ index_list! {
     RowIndices of u32
 }
 
+index_list! {
+    /// The experts that a router chose: `i32`, top-k a token, token by token.
+    ExpertIds of i32
+}
+
+index_list! {
+    /// The adapter slot whose experts each token of a MoE block takes: `i32`, negative for no fold.
+    TokenAdapters of i32
+}
+
+index_list! {
+    /// Which resident adapter of expert tables each slot of a pool is: `i32`, negative for none.
+    ResidentOfSlot of i32
+}
+
+impl<'a> ResidentOfSlot<'a> {
+    /// The part of `range`.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfRange`] if it leaves the list.
+    pub fn range(self, range: Range<usize>) -> Result<Self, KernelError> {
+        if range.start > range.end || range.end > self.len {
+            return Err(KernelError::OutOfRange {
+                operand: Operand::shared("ResidentOfSlot"),
+                quantity: "elements",
+                value: range.end as u64,
+                min: range.start as u64,
+                max: self.len as u64,
+            });
+        }
+        Ok(Self {
+            ptr: self
+                .ptr
+                .offset(range.start as u64 * size_of::<i32>() as u64),
+            len: range.len(),
+            owner: PhantomData,
+        })
+    }
+}
+
+impl<'a> From<RowSlots<'a>> for TokenAdapters<'a> {
+    /// A step's row map as it is: a row of the batch is a token of the block.
+    fn from(rows: RowSlots<'a>) -> Self {
+        Self {
+            ptr: rows.ptr,
+            len: rows.len,
+            owner: PhantomData,
+        }
+    }
+}
+
 #[cfg(test)]
 impl MatMut<'static> {
     /// A view of no memory, for tests of what refuses it.

@@ -50,6 +50,7 @@ on_gpu! {
     passes_do_not_change_bits => bits::passes_do_not_change_bits;
     groupings_agree_with_the_rule => bits::groupings_agree_with_the_rule;
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
+    expert_entries_agree_with_the_rule => bits::expert_entries_agree_with_the_rule;
 }
 
 fn bits_of(outs: &[Vec<bf16>]) -> Vec<Vec<u16>> {

@@ -1,9 +1,9 @@
 use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
-use super::plan::{plan_delta, plan_group_rows};
+use super::plan::{plan_delta, plan_expert_entries, plan_group_rows};
 use super::{CudaError, DeviceTimer, Graph};
-use crate::params::{FLAG_TILES_READY, GroupParams};
+use crate::params::{EntryParams, FLAG_TILES_READY, GroupParams};
 use crate::{DeltaParams, DeviceCaps, KernelError, KernelPlan, LoraBackend, Stream};
 use cudarc::driver::{result, sys};
 use lora_weights::device::{
@@ -173,6 +173,13 @@ impl LoraBackend for CudaBackend {
         self.enqueue(&plan.launch, stream, &mut arguments)?;
         self.just_grouped.set(stream);
         Ok(())
+    }
+
+    fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        let mut params = *params;
+        let launch = plan_expert_entries(&params);
+        Ok(self.enqueue(&launch, stream, &mut [(&raw mut params).cast()])?)
     }
 
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {

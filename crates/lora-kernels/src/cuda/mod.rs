@@ -14,4 +14,4 @@ pub use backend::CudaBackend;
 pub use error::CudaError;
 pub use graph::{DeviceTimer, Graph};
 pub use module::{Kernel, PtxTarget};
-pub use plan::{DeltaPlan, GroupPlan, plan, plan_delta, plan_group_rows};
+pub use plan::{DeltaPlan, GroupPlan, plan, plan_delta, plan_expert_entries, plan_group_rows};

@@ -9,6 +9,8 @@ use std::fmt;
 pub enum Kernel {
     /// Counting sort of rows by table entry, and the tile list.
     GroupRows,
+    /// Table entry of each row of a MoE block.
+    ExpertEntries,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
     /// The same, tiles of up to 64 rows, 64 ranks a block.
@@ -29,8 +31,9 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::GroupRows,
+        Self::ExpertEntries,
         Self::ShrinkSmall,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
@@ -45,6 +48,7 @@ impl Kernel {
     pub fn symbol(self) -> &'static str {
         match self {
             Self::GroupRows => "lora_group_rows",
+            Self::ExpertEntries => "lora_expert_entries",
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
@@ -59,6 +63,7 @@ impl Kernel {
     fn module(self) -> ModuleName {
         match self {
             Self::GroupRows => ModuleName::GroupRows,
+            Self::ExpertEntries => ModuleName::ExpertEntries,
             Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
             Self::ExpandSmall16
             | Self::ExpandSmall64
@@ -78,12 +83,18 @@ impl fmt::Display for Kernel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ModuleName {
     GroupRows,
+    ExpertEntries,
     Shrink,
     Expand,
 }
 
 impl ModuleName {
-    const ALL: [Self; 3] = [Self::GroupRows, Self::Shrink, Self::Expand];
+    const ALL: [Self; 4] = [
+        Self::GroupRows,
+        Self::ExpertEntries,
+        Self::Shrink,
+        Self::Expand,
+    ];
 }
 
 /// PTX built for one architecture.
@@ -103,6 +114,11 @@ macro_rules! ptx {
                 "../../../../kernels/ptx/",
                 $target,
                 "/group_rows.ptx"
+            )),
+            include_str!(concat!(
+                "../../../../kernels/ptx/",
+                $target,
+                "/expert_entries.ptx"
             )),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/shrink.ptx")),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/expand.ptx")),

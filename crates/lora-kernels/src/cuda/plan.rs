@@ -2,8 +2,8 @@
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, DeltaParams, DeltaSite, GroupParams, LARGE_TILE_ROWS, MAX_SITES, RANKS_A_BLOCK,
-    SMALL_TILE_ROWS,
+    BLOCK_K, DeltaParams, DeltaSite, EntryParams, GroupParams, LARGE_TILE_ROWS, MAX_SITES,
+    RANKS_A_BLOCK, SMALL_TILE_ROWS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem, Tile};
 use bytemuck::Zeroable;
@@ -28,6 +28,7 @@ pub struct DeltaPlan {
 
 const SHRINK_THREADS: u32 = 256;
 const EXPAND_THREADS: u32 = 128;
+const ENTRY_THREADS: u32 = 256;
 const MOST_GROUP_WARPS: u32 = 32;
 /// Fewer warps would take longer over the rows than more passes do.
 const LEAST_GROUP_WARPS: u32 = 4;
@@ -279,6 +280,16 @@ pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
         shared_bytes: warps * capacity * 4,
     };
     GroupPlan { launch, capacity }
+}
+
+/// Plans the search for table entries: one thread a row.
+pub fn plan_expert_entries(params: &EntryParams) -> KernelPlan<Kernel> {
+    KernelPlan {
+        kernel: Kernel::ExpertEntries,
+        grid: [params.rows.div_ceil(ENTRY_THREADS), 1, 1],
+        block: ENTRY_THREADS,
+        shared_bytes: 0,
+    }
 }
 
 const _: () = assert!(size_of::<Tile>() == 16 && BLOCK_K == 1024);

@@ -1,7 +1,9 @@
 //! Which rows of a batch share a table entry: built once a step, read by every routed launch of it.
 
+mod expert_entries;
 mod grouping;
 
+pub use expert_entries::{ExpertEntries, ExpertRouting, ExpertSpace};
 pub use grouping::{Grouping, max_tiles};
 
 use crate::{

@@ -10,6 +10,7 @@
 mod capacity;
 mod check;
 mod expand;
+mod expert_entries;
 mod job;
 mod memory;
 mod pool;
@@ -26,10 +27,12 @@ pub(crate) use job::{expand_tasks, shrink_tasks};
 pub(crate) use workspace::workspace_bytes;
 
 use crate::{
-    DeltaParams, DeviceCaps, GroupParams, Grouping, KernelError, LoraBackend, Operand, Stream, Tile,
+    DeltaParams, DeviceCaps, EntryParams, GroupParams, Grouping, KernelError, LoraBackend, Operand,
+    Stream, Tile,
 };
 use capacity::Capacity;
 use check::check_delta;
+use expert_entries::find_entries;
 use job::{Delta, DeltaJob};
 use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
@@ -232,6 +235,12 @@ impl LoraBackend for HostBackend {
         arena.store(Operand::shared("tile count"), params.tile_count, &[count])?;
         arena.store(tiles_name, params.tiles, &tiles)?;
         arena.store(perm_name, params.perm, &perm)
+    }
+
+    fn expert_entries(&self, _stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
+        let mut arena = self.arena();
+        let entries = find_entries(&arena, params)?;
+        arena.store(Operand::shared("table entries"), params.entries, &entries)
     }
 
     fn delta(&self, _stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {

@@ -32,6 +32,7 @@ bodies! {
     bits::passes_do_not_change_bits(),
     bits::groupings_agree_with_the_rule(),
     bits::shared_x_rows_equal_copied_ones(),
+    bits::expert_entries_agree_with_the_rule(),
 }
 
 fn mixed_batch() -> Batch {

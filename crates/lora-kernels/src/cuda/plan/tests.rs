@@ -159,3 +159,17 @@ proptest! {
         prop_assert!((1..=params.k_blocks).contains(&plan.k_parts));
     }
 }
+
+#[test]
+fn every_row_has_a_thread_that_finds_its_entry() {
+    for rows in [1, 256, 257, crate::MAX_ROWS] {
+        let plan = plan_expert_entries(&EntryParams {
+            rows,
+            ..EntryParams::zeroed()
+        });
+        let [blocks, y, z] = plan.grid;
+        let threads = u64::from(blocks) * u64::from(plan.block);
+        assert_eq!((y, z, plan.shared_bytes), (1, 1, 0));
+        assert!((u64::from(rows)..u64::from(rows) + 256).contains(&threads));
+    }
+}
