@@ -50,6 +50,18 @@ pub struct ExpertLoraLayer {
 }
 
 impl ExpertLoraLayer {
+    /// A layer of these pairs; of two for one expert's projection the later counts.
+    pub fn from_pairs(
+        router: Option<LoraPair>,
+        experts: impl IntoIterator<Item = (usize, ExpertProj, LoraPair)>,
+    ) -> Self {
+        let mut experts: Vec<_> = experts.into_iter().collect();
+        experts.reverse();
+        experts.sort_by_key(|(expert, proj, _)| (*expert, *proj));
+        experts.dedup_by_key(|(expert, proj, _)| (*expert, *proj));
+        Self { router, experts }
+    }
+
     /// The pair of a projection of `expert`; `None` where the adapter does not adapt it.
     pub fn pair(&self, expert: usize, proj: ExpertProj) -> Option<LoraPair> {
         let at = self.position(expert, proj).ok()?;
@@ -122,6 +134,19 @@ mod tests {
         assert_eq!(layer.module_pair(LoraModule::KProj), None);
         let order: Vec<_> = layer.pairs().map(|(module, _)| module).collect();
         assert_eq!(order, [LoraModule::QProj, LoraModule::OProj]);
+    }
+
+    #[test]
+    fn a_layer_of_pairs_is_in_order_and_keeps_the_later_of_two() {
+        let given = [
+            (3, ExpertProj::Up, pair(16)),
+            (1, ExpertProj::Down, pair(32)),
+            (3, ExpertProj::Up, pair(48)),
+        ];
+        let layer = ExpertLoraLayer::from_pairs(None, given);
+        assert_eq!(layer.adapted_experts().collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(layer.pair(3, ExpertProj::Up), Some(pair(48)));
+        assert_eq!(layer.pairs().count(), 2);
     }
 
     #[test]

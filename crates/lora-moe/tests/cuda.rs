@@ -1,0 +1,66 @@
+//! The test bodies on a GPU, and captured graphs. Without a GPU each test says that it was skipped, and why.
+
+use lora_kernels::Stream;
+use lora_kernels::cuda::{CudaBackend, CudaError};
+use lora_kernels::testing::TestBackend;
+use lora_moe::testing::{
+    DeviceMoe, MoeCase, SHAPES, all_folds_agree, assert_same, tables_follow_their_slots,
+};
+use std::sync::Arc;
+
+/// The GPU, or `None` where there is none; any other failure is a failure.
+fn gpu(test: &str) -> Option<Arc<CudaBackend>> {
+    match CudaBackend::new(0) {
+        Ok(backend) => Some(Arc::new(backend)),
+        Err(error @ (CudaError::NoDriver | CudaError::NoDevice { .. })) => {
+            eprintln!("{test}: skipped: {error}");
+            None
+        }
+        Err(error) => panic!("{test}: {error}"),
+    }
+}
+
+#[test]
+fn folds_agree_to_the_bit() {
+    if let Some(backend) = gpu("folds_agree_to_the_bit") {
+        let backend: TestBackend = backend;
+        all_folds_agree(&backend);
+    }
+}
+
+#[test]
+fn a_slot_and_its_tables_come_and_go_together() {
+    if let Some(backend) = gpu("a_slot_and_its_tables_come_and_go_together") {
+        let backend: TestBackend = backend;
+        tables_follow_their_slots(&backend);
+    }
+}
+
+/// One captured graph, entries and grouping included, follows whatever the router chooses and whichever adapters the tokens then have.
+#[test]
+fn a_captured_graph_follows_the_router() {
+    let Some(backend) = gpu("a_captured_graph_follows_the_router") else {
+        return;
+    };
+    let shared: TestBackend = backend.clone();
+    for shape in SHAPES {
+        let case = MoeCase::random(shape);
+        let mut device = DeviceMoe::new(&shared, &case);
+        let graph = backend
+            .capture(|stream| {
+                device.enqueue_unsorted(&case, stream);
+                Ok(())
+            })
+            .expect("capture");
+        for by in [0, 1, 5] {
+            let rerouted = case.rerouted(by);
+            device.reset(&rerouted);
+            backend.replay(&graph).expect("replay");
+            let replayed = device.outs();
+            let eager = DeviceMoe::new(&shared, &rerouted).unsorted(&rerouted);
+            assert_same(&rerouted, "replayed", &eager, &replayed);
+            rerouted.assert_near_reference(&replayed);
+        }
+    }
+    shared.synchronize(Stream::OWN).expect("synchronize");
+}
