@@ -1,5 +1,5 @@
-//! Deltas of a layer on a GPU, weights cold: correct first, then timed by device events. Prints a table of all shapes, floor and goals
-//! beside them, after criterion's own lines. Without `--bench`, tiny sizes; without a GPU, nothing but why.
+//! Deltas of a layer on a GPU, weights cold: correct first, then timed by device events. Prints every launch's plan with the bytes it moves,
+//! and, after criterion's own lines, a table of all shapes with floor and goals beside them. Without `--bench`, tiny sizes; without a GPU, nothing but why.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use lora_kernels::KernelError;
@@ -7,7 +7,7 @@ use lora_kernels::bench::{
     BenchDevice, DeltaBench, DeltaShape, DeltaTable, H200_SHAPES, LLAMA_8B_LAYER, LayerSite,
     TINY_LAYER, TINY_SHAPES, Work,
 };
-use lora_kernels::cuda::CudaBackend;
+use lora_kernels::cuda::{CudaBackend, plan};
 use std::time::Duration;
 
 /// Replays of a graph whose median the table shows.
@@ -37,6 +37,10 @@ fn cuda_delta(c: &mut Criterion) {
         let mut bench = DeltaBench::new(&device, shape, layer).expect("set up");
         let verdict = bench.check().expect("check");
         assert!(verdict.passes(), "{shape}: {verdict:?}");
+        for site in layer {
+            let plan = plan(&shape.problem(site), device.backend().caps());
+            println!("{shape}, {}: {plan}", site.name);
+        }
         table.lines.push(bench.measure(RUNS).expect("measure"));
         let copies = bench.copies() as u64;
         let mut work = bench.work(0..layer.len()).expect("capture");

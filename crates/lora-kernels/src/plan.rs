@@ -74,7 +74,7 @@ impl Problem {
 
     /// Tiles of the whole batch.
     fn tiles(&self) -> u64 {
-        let small_max = self.row_groups().small_max_of(clamp(self.rows()));
+        let small_max = self.small_max_of_batch();
         let tile_rows = |rows: u32| {
             if rows <= small_max {
                 SMALL_TILE_ROWS
@@ -86,6 +86,11 @@ impl Problem {
             .iter()
             .map(|&rows| u64::from(rows.div_ceil(tile_rows(rows))))
             .sum()
+    }
+
+    /// Largest group that is cut into small tiles in this batch.
+    fn small_max_of_batch(&self) -> u32 {
+        self.row_groups().small_max_of(clamp(self.rows()))
     }
 
     /// Its rows as a [`RowGroups`](crate::RowGroups) holds them.
@@ -114,7 +119,7 @@ pub struct BytesMoved {
     pub x: u64,
     /// out, read and written.
     pub out: u64,
-    /// Partial sums, written and read.
+    /// Partial sums and, of groups cut large, their totals, written and read. What fits in the L2 need not reach memory.
     pub partials: u64,
     /// Tiles, permutation and table entries.
     pub routing: u64,
@@ -164,13 +169,15 @@ impl Sum for BytesMoved {
 pub fn bytes_moved(problem: &Problem) -> BytesMoved {
     let k_in = u64::from(problem.k_in);
     let k_blocks = k_in.div_ceil(BLOCK_K.into());
+    let small_max = u64::from(problem.small_max_of_batch());
     let mut bytes = BytesMoved::default();
     for site in &problem.sites {
         let n_out = u64::from(site.n_out);
         for (rows, rank) in problem.adapted(site) {
             bytes.adapters += rank * (k_in + n_out) * BF16;
             bytes.out += rows * n_out * 2 * BF16;
-            bytes.partials += rows * rank * k_blocks * 2 * F32;
+            let total = if rows > small_max { BF16 } else { 0 };
+            bytes.partials += rows * rank * 2 * (k_blocks * F32 + total);
         }
     }
     let reads_x = |group: usize| {
