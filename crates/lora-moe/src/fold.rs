@@ -128,6 +128,28 @@ impl ExpertFold {
         apply_lora_bgmv(ctx, SiteKind::Expert, x, &rows.groups, &mut sites)
     }
 
+    /// Delta of one projection alone: blocks that have no gate, or one launch for each. x of gate and up as
+    /// [`ExpertRouting::token_x`] gives it.
+    ///
+    /// # Errors
+    /// As [`apply_lora_bgmv`].
+    pub fn apply_projection<'x>(
+        &self,
+        ctx: &mut LaunchContext<'_>,
+        rows: &ExpertRows,
+        proj: ExpertProj,
+        x: impl Into<RoutedX<'x>>,
+        out: MatMut<'_>,
+    ) -> Result<Applied, KernelError> {
+        let route = match proj {
+            ExpertProj::Gate => self.gate,
+            ExpertProj::Up => self.up,
+            ExpertProj::Down => self.down,
+        };
+        let mut sites = [RouteSite { route, out }];
+        apply_lora_bgmv(ctx, SiteKind::Expert, x, &rows.groups, &mut sites)
+    }
+
     /// Delta of down, before the weighted sum over a token's experts, so that the router weight multiplies base and delta alike. x is
     /// `[rows, expert width]`, out `[rows, hidden]`. Under tensor parallelism out must have been reduced over all ranks before.
     ///
@@ -140,9 +162,7 @@ impl ExpertFold {
         x: MatRef<'_>,
         out: MatMut<'_>,
     ) -> Result<Applied, KernelError> {
-        let route = self.down;
-        let mut sites = [RouteSite { route, out }];
-        apply_lora_bgmv(ctx, SiteKind::Expert, x, &rows.groups, &mut sites)
+        self.apply_projection(ctx, rows, ExpertProj::Down, x, out)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use lora_config::{ConfigError, FfnKind};
 use lora_kernels::KernelError;
+use lora_moe::MoeError;
 use lora_weights::{LoraModule, StoreError, WeightsError};
 
 /// Why the runtime refused or failed.
@@ -33,6 +34,9 @@ pub enum RuntimeError {
     /// A launch was refused.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// Expert tables or an expert fold were refused.
+    #[error(transparent)]
+    Moe(#[from] MoeError),
     /// Deltas were to be installed on a layer that has no place for them.
     #[error(transparent)]
     Install(#[from] InstallError),

@@ -7,10 +7,14 @@ use crate::CliError;
 use crate::options::LoadOptions;
 use half::bf16;
 use lora_runtime::config::{Levers, ModelSpec};
-use lora_runtime::kernels::{DeviceBuffer, LoraBackend, Scratch, SiteKind, Stream};
-use lora_runtime::weights::{BASE_SLOT, LoraTarget};
+use lora_runtime::kernels::{
+    DeviceBuffer, ExpertRouting, LaunchContext, LoraBackend, MatMut, MatRef, Scratch, Stream,
+};
+use lora_runtime::moe::{ExpertFold, ExpertRows, ExpertTables, ExpertTablesSpec};
+use lora_runtime::weights::{BASE_SLOT, ExpertProj, LoraTarget};
 use lora_runtime::{LoraRuntime, ModuleOut, RuntimeError, RuntimeOptions};
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 /// Where and how to verify.
@@ -188,6 +192,8 @@ fn worst_of<'a>(
 /// The adapters of all cases in one pool.
 struct Pool {
     runtime: LoraRuntime,
+    /// What folds of experts read.
+    experts: Option<ExpertTables>,
     /// Slot of each case.
     slots: Vec<Option<u32>>,
     most_rows: u32,
@@ -217,6 +223,7 @@ impl Pool {
             sites.map(|site| site.x.shape().0).max().unwrap_or(0) * (loading.len() + 1);
         let most_rows = u32::try_from(most).unwrap_or(u32::MAX).max(1);
         Ok(Some(Self {
+            experts: expert_tables(&runtime)?,
             runtime,
             slots,
             most_rows,
@@ -231,19 +238,14 @@ impl Pool {
         recorded: &Recorded<'_>,
         rows: &[Row],
     ) -> Result<Vec<Vec<bf16>>, CliError> {
-        // The rows of one expert and one adapter share a pair: those of a case lie together.
-        let mut order: Vec<usize> = (0..rows.len()).collect();
-        if matches!(target, LoraTarget::Expert { .. }) {
-            order.sort_by_key(|at| (rows[*at].is_base, rows[*at].source));
-        }
         let gather = |pick: fn(&GoldenSite) -> &super::Matrix| -> Vec<bf16> {
-            let row = |at: &usize| pick(recorded[&rows[*at].source.0]).row_bf16(rows[*at].source.1);
-            order.iter().flat_map(row).collect()
+            let row = |row: &Row| pick(recorded[&row.source.0]).row_bf16(row.source.1);
+            rows.iter().flat_map(row).collect()
         };
         let mut batch = Batch {
             x: self.runtime.buffer(&gather(|site| &site.x))?,
             out: self.runtime.buffer(&gather(|site| &site.base))?,
-            rows: order.iter().map(|at| rows[*at]).collect(),
+            rows: rows.to_vec(),
             scratch: self.runtime.scratch(self.most_rows)?,
         };
         self.launch(layer, target, &mut batch)?;
@@ -257,11 +259,7 @@ impl Pool {
             .out
             .download::<bf16>(0, rows.len() * width)
             .map_err(RuntimeError::from)?;
-        let mut got = vec![Vec::new(); rows.len()];
-        for (values, at) in values.chunks(width).zip(order) {
-            got[at] = values.to_vec();
-        }
-        Ok(got)
+        Ok(values.chunks(width).map(<[bf16]>::to_vec).collect())
     }
 
     fn launch(
@@ -274,36 +272,16 @@ impl Pool {
         let (n_out, k_in) = width(self.runtime.model(), layer, target);
         let x = batch.x.mat(count, k_in, k_in)?;
         let mut ctx = self.runtime.context(Stream::OWN, &mut batch.scratch);
+        let requests: Vec<i32> = batch.rows.iter().map(|row| self.request(row)).collect();
+        let out = batch.out.mat_mut(count, n_out, n_out)?;
         if let LoraTarget::Expert { n, proj } = target {
-            let mut first = 0;
-            for group in batch
-                .rows
-                .chunk_by(|a, b| (a.is_base, a.source.0) == (b.is_base, b.source.0))
-            {
-                let range = first..first + group.len();
-                first = range.end;
-                let slot = self.slots[group[0].source.0].filter(|_| !group[0].is_base);
-                let adapter = slot.and_then(|slot| self.runtime.weights().adapter(slot));
-                let pair = adapter.and_then(|adapter| adapter.experts().get(layer)?.pair(n, proj));
-                let out = batch
-                    .out
-                    .mat_mut(count, n_out, n_out)?
-                    .row_range(range.clone())?;
-                let _ = self.runtime.apply_pair(
-                    &mut ctx,
-                    SiteKind::Expert,
-                    pair,
-                    x.row_range(range)?,
-                    out,
-                )?;
-            }
-            return Ok(());
+            return self.experts.as_ref().map_or(Ok(()), |tables| {
+                fold_expert(&mut ctx, tables, (layer, n, proj), &requests, (x, out))
+            });
         }
         let mut routed = self.runtime.batch(self.most_rows)?;
-        let requests: Vec<i32> = batch.rows.iter().map(|row| self.request(row)).collect();
         self.runtime
             .route(&mut routed, Stream::OWN, &requests, count)?;
-        let out = batch.out.mat_mut(count, n_out, n_out)?;
         let _ = match target {
             LoraTarget::Attn(module) => {
                 self.runtime
@@ -322,6 +300,49 @@ impl Pool {
         slot.and_then(|slot| i32::try_from(slot).ok())
             .unwrap_or(BASE_SLOT)
     }
+}
+
+/// The tables of a pool with everything in it that adapts experts; `None` without an expert region.
+fn expert_tables(runtime: &LoraRuntime) -> Result<Option<ExpertTables>, RuntimeError> {
+    let weights = runtime.weights();
+    let slots = weights.layout().slots();
+    let Some(spec) = ExpertTablesSpec::of_layout(weights.layout(), slots) else {
+        return Ok(None);
+    };
+    let tables = ExpertTables::new(runtime.kernels().backend().clone(), spec)?;
+    for adapter in (0..slots).filter_map(|slot| weights.adapter(slot)) {
+        tables.install(adapter.slot(), adapter.experts())?;
+    }
+    Ok(Some(tables))
+}
+
+/// Folds rows that a router sent to one expert, top-1 and unsorted, each with the adapter that its request names.
+fn fold_expert(
+    ctx: &mut LaunchContext<'_>,
+    tables: &ExpertTables,
+    (layer, expert, proj): (usize, usize, ExpertProj),
+    requests: &[i32],
+    (x, out): (MatRef<'_>, MatMut<'_>),
+) -> Result<(), RuntimeError> {
+    let backend = ctx.kernels.backend();
+    let count = requests.len();
+    let chosen = vec![i32::try_from(expert).unwrap_or(i32::MAX); count];
+    let chosen = DeviceBuffer::from_slice(backend.clone(), &chosen)?;
+    let adapters = DeviceBuffer::from_slice(backend.clone(), requests)?;
+    let routing = ExpertRouting::Unsorted {
+        experts: chosen.expert_ids(count)?,
+        top_k: NonZeroU32::MIN,
+    };
+    let max_rows = u32::try_from(count).unwrap_or(u32::MAX);
+    let small_max = ctx.kernels.options().gemv_max_m;
+    let mut rows = ExpertRows::new(backend.clone(), tables, max_rows, small_max)?;
+    let queue = (&**backend, ctx.stream);
+    rows.build(queue, tables, routing, adapters.token_adapters(count)?)?;
+    let fold = ExpertFold::new(tables, layer)?;
+    let _ = fold.apply_projection(ctx, &rows, proj, routing.token_x(x), out)?;
+    // Before the buffers of this step go.
+    backend.synchronize(ctx.stream)?;
+    Ok(())
 }
 
 /// Rows of one projection on the device.
