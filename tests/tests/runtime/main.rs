@@ -1,5 +1,6 @@
 //! The facade, driven as an engine drives it, on real adapters.
 
+mod experts;
 mod installs;
 mod life;
 mod steps;
