@@ -3,21 +3,15 @@
 use half::bf16;
 use lora_kernels::cuda::{CudaBackend, CudaError};
 use lora_kernels::testing::{
-    Batch, BatchShape, DeviceBatch, SiteShape, TestBackend, Via, bits, correctness,
+    Batch, BatchShape, DeviceBatch, GpuTest, SiteShape, TestBackend, Via, bits, correctness,
 };
 use lora_kernels::{Applied, LaunchOptions, Stream};
 use std::sync::Arc;
 
-/// The GPU, or `None` where there is none; any other failure is a failure.
-fn gpu(test: &str) -> Option<Arc<CudaBackend>> {
-    match CudaBackend::new(0) {
-        Ok(backend) => Some(Arc::new(backend)),
-        Err(error @ (CudaError::NoDriver | CudaError::NoDevice { .. })) => {
-            eprintln!("{test}: skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{test}: {error}"),
-    }
+/// The GPU, or `None` where there is none and none is required.
+fn gpu(name: &str) -> Option<Arc<CudaBackend>> {
+    let required = std::env::var("LORA_REQUIRE_CUDA").is_ok_and(|value| value == "1");
+    GpuTest { name, required }.open()
 }
 
 macro_rules! on_gpu {

@@ -1,23 +1,17 @@
 //! The test bodies on a GPU, and captured graphs. Without a GPU each test says that it was skipped, and why.
 
 use lora_kernels::Stream;
-use lora_kernels::cuda::{CudaBackend, CudaError};
-use lora_kernels::testing::TestBackend;
+use lora_kernels::cuda::CudaBackend;
+use lora_kernels::testing::{GpuTest, TestBackend};
 use lora_moe::testing::{
     DeviceMoe, MoeCase, SHAPES, all_folds_agree, assert_same, tables_follow_their_slots,
 };
 use std::sync::Arc;
 
-/// The GPU, or `None` where there is none; any other failure is a failure.
-fn gpu(test: &str) -> Option<Arc<CudaBackend>> {
-    match CudaBackend::new(0) {
-        Ok(backend) => Some(Arc::new(backend)),
-        Err(error @ (CudaError::NoDriver | CudaError::NoDevice { .. })) => {
-            eprintln!("{test}: skipped: {error}");
-            None
-        }
-        Err(error) => panic!("{test}: {error}"),
-    }
+/// The GPU, or `None` where there is none and none is required.
+fn gpu(name: &str) -> Option<Arc<CudaBackend>> {
+    let required = std::env::var("LORA_REQUIRE_CUDA").is_ok_and(|value| value == "1");
+    GpuTest { name, required }.open()
 }
 
 #[test]

@@ -72,11 +72,11 @@ pub struct Batch {
 /// Which launcher, and how rows are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Via {
-    /// [`apply_lora_delta`] with slot 0's adapters, whatever the rows' slots.
+    /// [`apply_lora_delta`](crate::apply_lora_delta) with slot 0's adapters, whatever the rows' slots.
     Pair,
-    /// [`apply_lora_bgmv`], grouped on the device.
+    /// [`apply_lora_bgmv`](crate::apply_lora_bgmv), grouped on the device.
     Routed,
-    /// [`apply_lora_bgmv`], grouped on the host.
+    /// [`apply_lora_bgmv`](crate::apply_lora_bgmv), grouped on the host.
     RoutedByHost,
 }
 

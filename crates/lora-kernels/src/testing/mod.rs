@@ -20,12 +20,14 @@ pub mod bits;
 pub mod correctness;
 mod data;
 mod device;
+mod gpu;
 pub(crate) mod naive;
 
 pub use adapter::{DeviceAdapter, DeviceTables, TestAdapter};
 pub use batch::{Batch, BatchShape, SiteShape, Via};
 pub use data::{Fill, Rng};
 pub use device::DeviceBatch;
+pub use gpu::GpuTest;
 pub use naive::{ExpectedRow, Verdict, naive_delta};
 
 use crate::LoraBackend;
