@@ -80,6 +80,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod extension;
 mod fold;
 mod host_driven;
 mod route;
@@ -88,6 +89,7 @@ mod tables;
 pub mod testing;
 
 pub use error::MoeError;
+pub use extension::ExpertSlotTables;
 pub use fold::{ExpertFold, ExpertRows, apply_router_lora_rows};
 pub use host_driven::{
     ExpertWork, SortedExperts, apply_expert_lora_sorted, apply_router_lora, expert_delta_workitems,
@@ -96,4 +98,4 @@ pub use route::{
     MoeLoraRoute, MoeRowAdapters, NO_FOLD, build_moe_row_adapter_decode,
     build_moe_row_adapter_host, ensure_decode_route_servable, resolve_moe_lora_route,
 };
-pub use tables::{ExpertSlotTables, ExpertTables, ExpertTablesSpec};
+pub use tables::{ExpertTables, ExpertTablesSpec};

@@ -3,7 +3,7 @@
 use crate::MoeError;
 use lora_kernels::{DeviceBuffer, ExpertSpace, KernelError, MAX_ENTRIES};
 use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair, LoraRoute, UploadCopy};
-use lora_weights::{ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout, SlotExtension};
+use lora_weights::{ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
@@ -105,7 +105,7 @@ struct Places {
 /// The expert tables of a pool, in one allocation at an address fixed for life: captured graphs stay valid while adapters come and go.
 ///
 /// Routes have `residents x num_experts` entries, experts of one adapter together. A slot takes a resident's place when an adapter with experts
-/// is [installed](Self::install), and gives it back when it is [removed](Self::remove); [`ExpertSlotTables`] binds both to the slot's life. Both may be
+/// is [installed](Self::install), and gives it back when it is [removed](Self::remove); [`ExpertSlotTables`](crate::ExpertSlotTables) binds both to the slot's life. Both may be
 /// called from any thread, while no launch uses the slot; launches for other slots go on meanwhile.
 #[derive(Debug)]
 pub struct ExpertTables {
@@ -365,37 +365,4 @@ fn entry(pair: &LoraPair) -> [[u8; 8]; 4] {
         narrow(pair.scale.to_ne_bytes()),
         narrow(pair.rank.to_ne_bytes()),
     ]
-}
-
-/// One slot's part of [`ExpertTables`], bound to the slot's life: attached to a [`SlotTransaction`](lora_weights::SlotTransaction), it is
-/// installed when the transaction commits and removed before the slot is written again.
-#[derive(Debug)]
-pub struct ExpertSlotTables {
-    tables: Arc<ExpertTables>,
-    layers: Vec<ExpertLoraLayer>,
-}
-
-impl ExpertSlotTables {
-    /// The experts of an adapter: what [`AdapterSlot::experts`](lora_weights::AdapterSlot::experts) gives.
-    pub fn new(tables: Arc<ExpertTables>, layers: &[ExpertLoraLayer]) -> Self {
-        let layers = layers.to_vec();
-        Self { tables, layers }
-    }
-}
-
-impl SlotExtension for ExpertSlotTables {
-    fn install(&self, slot: u32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-        Ok(self.tables.install(slot, &self.layers)?)
-    }
-
-    fn uninstall(&self, slot: u32) {
-        if let Err(error) = self.tables.remove(slot) {
-            tracing::error!(%error, slot, "expert entries could not be zeroed");
-        }
-    }
-
-    fn device_bytes(&self) -> u64 {
-        // The tables are allocated once for all slots.
-        0
-    }
 }
