@@ -4,7 +4,8 @@ use lora_kernels::Stream;
 use lora_kernels::cuda::CudaBackend;
 use lora_kernels::testing::{GpuTest, TestBackend};
 use lora_moe::testing::{
-    DeviceMoe, MoeCase, SHAPES, all_folds_agree, assert_same, tables_follow_their_slots,
+    DeviceMoe, MoeCase, SHAPES, all_folds_agree, assert_same, router_folds_agree,
+    tables_follow_their_slots,
 };
 use std::sync::Arc;
 
@@ -19,6 +20,14 @@ fn folds_agree_to_the_bit() {
     if let Some(backend) = gpu("folds_agree_to_the_bit") {
         let backend: TestBackend = backend;
         all_folds_agree(&backend);
+    }
+}
+
+#[test]
+fn router_folds_agree_to_the_bit() {
+    if let Some(backend) = gpu("router_folds_agree_to_the_bit") {
+        let backend: TestBackend = backend;
+        router_folds_agree(&backend);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use lora_kernels::host::HostBackend;
 use lora_kernels::testing::TestBackend;
-use lora_moe::testing::{all_folds_agree, tables_follow_their_slots};
+use lora_moe::testing::{all_folds_agree, router_folds_agree, tables_follow_their_slots};
 use lora_moe::{ExpertFold, ExpertSlotTables, ExpertTables, ExpertTablesSpec, MoeError};
 use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair};
 use lora_weights::{ExpertLoraLayer, ExpertProj, SlotExtension};
@@ -16,6 +16,11 @@ fn backend() -> TestBackend {
 #[test]
 fn folds_agree_to_the_bit() {
     all_folds_agree(&backend());
+}
+
+#[test]
+fn router_folds_agree_to_the_bit() {
+    router_folds_agree(&backend());
 }
 
 #[test]

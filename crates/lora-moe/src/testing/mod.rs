@@ -13,9 +13,11 @@
 
 mod case;
 mod device;
+mod router;
 
 pub use case::{Choice, MoeCase, MoeShape, Outs};
 pub use device::DeviceMoe;
+pub use router::router_folds_agree;
 
 use lora_kernels::testing::TestBackend;
 
