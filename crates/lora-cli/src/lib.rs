@@ -19,6 +19,7 @@
 pub mod bench;
 pub mod commands;
 mod error;
+mod files;
 pub mod options;
 pub mod report;
 pub mod verify;

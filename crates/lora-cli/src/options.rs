@@ -1,10 +1,13 @@
 //! Options that `audit`, `plan` and `verify` share: what a pool has room for and what the caller asserts.
 
+use crate::files::read_json;
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, ValueEnum};
 use lora_runtime::config::{
     AdapterConfig, BackendKind, ConfigError, Levers, LoraBLayout, ModelSpec, ParseOptions,
     parse_peft_adapter_config,
 };
+use lora_runtime::kernels::MAX_RANK;
 use lora_runtime::weights::{ExpertPoolSpec, LoadPolicy, ModuleSet, PoolSpec, StackedLayout};
 use lora_runtime::{load_policy, module_set};
 use std::path::Path;
@@ -27,8 +30,11 @@ impl From<BackendArg> for BackendKind {
     }
 }
 
-/// Largest rank that kernels take: what an adapter's own rank is capped by where `--max-rank` is not given.
-pub const LARGEST_RANK: u32 = 512;
+/// What `--max-rank` takes: 1 to the largest rank that kernels take, so that nothing is planned or said to load that no
+/// kernel runs.
+pub(crate) fn rank_range() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=i64::from(MAX_RANK))
+}
 
 /// Layout of stacked experts, where neither version nor family says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -123,15 +129,15 @@ impl LoadOptions {
         }
     }
 
-    /// `asked`, else the largest rank that the adapter's own config names, at most [`LARGEST_RANK`]. A config that
-    /// cannot be parsed gives [`LARGEST_RANK`]: its audit says what is wrong with it.
+    /// `asked`, else the largest rank that the adapter's own config names, at most [`MAX_RANK`]. A config that
+    /// cannot be parsed gives [`MAX_RANK`]: its audit says what is wrong with it.
     pub fn max_rank_for(&self, adapter: &Path, asked: Option<u32>) -> u32 {
         let own = || -> Option<u32> {
-            let text = std::fs::read_to_string(adapter.join("adapter_config.json")).ok()?;
+            let text = read_json(&adapter.join("adapter_config.json")).ok()?;
             let config = parse_peft_adapter_config(&text, &self.parse_options()).ok()?;
-            Some(largest_rank(&config).min(LARGEST_RANK))
+            Some(largest_rank(&config).min(MAX_RANK))
         };
-        asked.or_else(own).unwrap_or(LARGEST_RANK)
+        asked.or_else(own).unwrap_or(MAX_RANK)
     }
 }
 
@@ -157,7 +163,7 @@ fn extended_module(name: &str) -> Result<String, String> {
 /// # Errors
 /// A file that cannot be read, and one that gives no geometry.
 pub fn read_model(path: &Path) -> Result<ModelSpec, ConfigError> {
-    match std::fs::read_to_string(path) {
+    match read_json(path) {
         Ok(text) => ModelSpec::from_hf_config(&text),
         Err(error) => Err(ConfigError::ModelJson {
             message: format!("{}: {error}", path.display()),

@@ -241,9 +241,20 @@ fn usage_errors_exit_with_two() {
             "no_such_module",
         ],
         vec!["audit", "somewhere", "--model", &model, "--max-rank", "0"],
+        vec!["audit", "somewhere", "--model", &model, "--max-rank", "513"],
         vec!["verify"],
+        vec!["verify", "--max-rank", "513", "somewhere"],
         vec!["verify", "--backend", "tpu", "somewhere"],
         vec!["plan", "--model", &model, "--max-loras", "8"],
+        vec![
+            "plan",
+            "--model",
+            &model,
+            "--max-loras",
+            "8",
+            "--max-rank",
+            "513",
+        ],
         vec!["no-such-command"],
     ] {
         let output = lora(&arguments);
@@ -254,4 +265,22 @@ fn usage_errors_exit_with_two() {
         );
     }
     assert_eq!(lora(&["--help"]).code, 0);
+}
+
+#[test]
+#[cfg(unix)]
+fn files_without_an_end_are_refused_unread() {
+    let adapter = case_dir("llama_plain").join("adapter");
+    let adapter = adapter.display().to_string();
+    let output = lora(&["audit", &adapter, "--model", "/dev/zero"]);
+    assert_eq!(output.code, 1);
+    assert!(
+        output.out.contains("/dev/zero: not a regular file"),
+        "{}",
+        output.out
+    );
+    let sizes = ["--max-loras", "1", "--max-rank", "8"];
+    let output = lora(&[&["plan", "--model", "/dev/zero"], sizes.as_slice()].concat());
+    assert_eq!(output.code, 1);
+    assert_eq!(output.err, "lora: /dev/zero: not a regular file\n");
 }

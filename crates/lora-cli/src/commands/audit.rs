@@ -1,6 +1,6 @@
 //! `lora audit`: everything there is to say of an adapter folder, without loading it.
 
-use crate::options::{LoadOptions, read_model};
+use crate::options::{LoadOptions, rank_range, read_model};
 use crate::report::{AuditJson, write_audit};
 use crate::{Answer, CliError, Console};
 use lora_runtime::weights::{AuditReport, audit_dir};
@@ -20,7 +20,7 @@ pub struct Options {
     #[command(flatten)]
     pub load: LoadOptions,
     /// Largest rank that the pool takes; the adapter's own where not given.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = rank_range())]
     pub max_rank: Option<u32>,
     /// Print one JSON object instead of text.
     #[arg(long)]

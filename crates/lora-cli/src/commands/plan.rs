@@ -1,6 +1,7 @@
 //! `lora plan`: what a pool takes, before anything is allocated.
 
-use crate::options::{LoadOptions, read_model};
+use crate::files::read_json;
+use crate::options::{LoadOptions, rank_range};
 use crate::report::table;
 use crate::{Answer, CliError, Console};
 use bytesize::ByteSize;
@@ -20,7 +21,7 @@ pub struct Options {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_loras: u32,
     /// Largest rank of a slot.
-    #[arg(long, value_name = "R", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "R", value_parser = rank_range())]
     pub max_rank: u32,
     /// What a slot holds.
     #[command(flatten)]
@@ -58,10 +59,11 @@ struct Plan {
 /// Plans and prints; refused where `--memory` is given and the pool does not fit it.
 ///
 /// # Errors
-/// A model that gives no geometry, numbers that no pool can have, output that cannot be written.
+/// A model file that cannot be read or gives no geometry, numbers that no pool can have, output that cannot be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
     let path = &options.model;
-    let model = read_model(path).map_err(|source| CliError::Model {
+    let text = read_json(path).map_err(|error| CliError::read(path, error))?;
+    let model = ModelSpec::from_hf_config(&text).map_err(|source| CliError::Model {
         path: path.clone(),
         source,
     })?;

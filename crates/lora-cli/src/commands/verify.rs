@@ -1,6 +1,6 @@
 //! `lora verify`: real adapters against what PEFT recorded.
 
-use crate::options::{BackendArg, LoadOptions};
+use crate::options::{BackendArg, LoadOptions, rank_range};
 use crate::report::{FindingJson, table, write_findings};
 use crate::verify::{BaseRows, Case, CaseResult, ModuleResult, Setup, verify_together};
 use crate::{Answer, CliError, Console};
@@ -24,7 +24,7 @@ pub struct Options {
     #[command(flatten)]
     pub load: LoadOptions,
     /// Largest rank that the pool takes; the adapters' own where not given.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = rank_range())]
     pub max_rank: Option<u32>,
     /// Print one JSON object instead of text.
     #[arg(long)]

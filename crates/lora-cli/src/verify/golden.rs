@@ -7,6 +7,7 @@
 use super::matrix::Matrix;
 use super::stacked;
 use crate::CliError;
+use crate::files::read_bytes;
 use lora_runtime::config::ModelSpec;
 use lora_runtime::weights::{LoraTarget, NameRules, classify_key};
 use safetensors::{Dtype, SafeTensors};
@@ -48,7 +49,7 @@ impl Golden {
     /// # Errors
     /// A file that cannot be read or parsed, and recorded tensors whose shapes do not fit each other.
     pub fn read(path: &Path, spec: &ModelSpec) -> Result<Self, CliError> {
-        let bytes = match std::fs::read(path) {
+        let bytes = match read_bytes(path, u64::MAX) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 return Ok(Self::default());
