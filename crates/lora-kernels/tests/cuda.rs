@@ -93,6 +93,7 @@ fn a_captured_graph_serves_other_slots_with_the_bits_of_eager_launches() {
         device.group(Stream::OWN);
         let launched = Applied::Launched { launches: 1 };
         assert_eq!(device.launch(Stream::OWN), launched);
+        shared.synchronize(Stream::OWN).expect("synchronize"); // uploads have a stream of their own
         device.reset();
         let graph = backend
             .capture(|stream| {
