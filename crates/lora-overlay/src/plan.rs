@@ -1,0 +1,146 @@
+//! The set of overridden ids and where their rows come from.
+
+use crate::OverlayError;
+
+/// A trained id and its row of the delta tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TrainedRow {
+    /// Token id.
+    pub id: u32,
+    /// Row of `trainable_tokens_delta`: the id's position in the config's list.
+    pub row: u32,
+}
+
+/// Trained ids by whether the served table has them, each in the config's order.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TrainedTokens {
+    /// Ids of the served vocabulary.
+    pub served: Vec<TrainedRow>,
+    /// Ids past it that the adapter's own table has: an engine that extends its vocabulary can serve them.
+    pub extension: Vec<TrainedRow>,
+}
+
+/// Pairs the k-th of `ids` with row k (PEFT: `delta[k]` replaces the row of `ids[k]`) and sorts them by whether a table of `vocab` rows has them.
+///
+/// `base_rows` is the length of the adapter's own table, 0 where its file holds none.
+///
+/// # Errors
+/// [`OverlayError::TokenBeyondVocab`] for the first id that neither has.
+pub fn clamp_trainable_to_vocab(
+    ids: &[u32],
+    vocab: u32,
+    base_rows: u32,
+) -> Result<TrainedTokens, OverlayError> {
+    let mut trained = TrainedTokens::default();
+    for (row, &id) in (0..).zip(ids) {
+        let row = TrainedRow { id, row };
+        if id < vocab {
+            trained.served.push(row);
+        } else if id < base_rows {
+            trained.extension.push(row);
+        } else {
+            return Err(OverlayError::TokenBeyondVocab {
+                id,
+                vocab,
+                base_rows,
+            });
+        }
+    }
+    Ok(trained)
+}
+
+/// Ids whose rows are overridden: those that differ and those that were trained, ascending, each once.
+pub fn build_override_set(differing: &[u32], trained: &[TrainedRow]) -> Vec<u32> {
+    let mut ids: Vec<u32> = differing
+        .iter()
+        .copied()
+        .chain(trained.iter().map(|row| row.id))
+        .collect();
+    ids.sort_unstable();
+    ids.dedup();
+    ids
+}
+
+/// Where an overridden id's row lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OverrideSource {
+    /// Row `row` of the delta tensor, which replaces the base row and is not added to it.
+    Delta {
+        /// Row.
+        row: u32,
+    },
+    /// Row `row` of the adapter's own table.
+    Base {
+        /// Row, the id itself.
+        row: u32,
+    },
+}
+
+/// The source of `id`'s row: its delta where it was trained, else the adapter's own table.
+pub fn override_source(id: u32, trained: &[TrainedRow]) -> OverrideSource {
+    match trained.iter().find(|row| row.id == id) {
+        Some(trained) => OverrideSource::Delta { row: trained.row },
+        None => OverrideSource::Base { row: id },
+    }
+}
+
+/// For each of `vocab` token ids its place among the compact rows of `ids` (ascending, unique), -1 where it is not overridden. Ids past the
+/// vocabulary have none.
+pub fn slot_map(ids: &[u32], vocab: u32) -> Vec<i32> {
+    let mut map = vec![-1; vocab as usize];
+    for (place, &id) in (0..).zip(ids) {
+        if let Some(entry) = map.get_mut(id as usize) {
+            *entry = place;
+        }
+    }
+    map
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_id_that_nobody_has_is_refused_with_all_numbers() {
+        let error = clamp_trainable_to_vocab(&[1, 4800], 48, 50).unwrap_err();
+        let expected = OverlayError::TokenBeyondVocab {
+            id: 4800,
+            vocab: 48,
+            base_rows: 50,
+        };
+        assert_eq!(error, expected);
+        assert!(error.to_string().contains("4800") && error.to_string().contains("48 rows"));
+    }
+
+    proptest! {
+        #[test]
+        fn every_id_of_the_set_has_its_own_row(
+            ids in prop::collection::hash_set(0_u32..200, 0..40),
+            differing in prop::collection::btree_set(0_u32..100, 0..40),
+        ) {
+            let ids: Vec<u32> = ids.into_iter().collect();
+            let differing: Vec<u32> = differing.into_iter().collect();
+            let trained = clamp_trainable_to_vocab(&ids, 100, 200).unwrap();
+            prop_assert_eq!(trained.served.len() + trained.extension.len(), ids.len());
+            for row in trained.served.iter().chain(&trained.extension) {
+                prop_assert_eq!(ids[row.row as usize], row.id);
+            }
+            let set = build_override_set(&differing, &trained.served);
+            prop_assert!(set.windows(2).all(|pair| pair[0] < pair[1]));
+            let map = slot_map(&set, 100);
+            for id in 0..100 {
+                let wanted = differing.contains(&id) || ids.contains(&id);
+                prop_assert_eq!(map[id as usize] >= 0, wanted);
+                if wanted {
+                    prop_assert_eq!(set[map[id as usize] as usize], id);
+                    let source = match ids.iter().position(|&other| other == id) {
+                        Some(row) => OverrideSource::Delta { row: row as u32 },
+                        None => OverrideSource::Base { row: id },
+                    };
+                    prop_assert_eq!(override_source(id, &trained.served), source);
+                }
+            }
+        }
+    }
+}
