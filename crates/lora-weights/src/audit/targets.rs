@@ -7,7 +7,7 @@ use super::pair::AuditedPair;
 use super::stacked::{self, Parameter};
 use crate::names::moe_of_layer;
 use crate::{ExpertProj, LoraModule, OverlayTensorKind};
-use lora_config::{AdapterConfig, FindingLevel, TargetMatch, TargetModules, TokenTable};
+use lora_config::{AdapterConfig, FindingLevel, MoeSpec, TargetMatch, TargetModules, TokenTable};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Module and parameter paths, with `parent` before `layers.N`.
@@ -103,22 +103,30 @@ fn present_paths(paths: &Paths<'_>, inventory: &Inventory) -> BTreeSet<String> {
     present
 }
 
-/// A module that the model has on a layer and the config targets has tensors there.
+/// A module that the model has on a layer and the config targets, by its name or by its weight's, has tensors there. Of a
+/// router only the weight's name counts: it is a linear module in some releases of transformers and none in others.
 fn check_modules(
     paths: &Paths<'_>,
     (config, inventory): (&AdapterConfig, &Inventory),
     findings: &mut Findings,
 ) {
     let spec = paths.context.spec;
-    let mut missing: BTreeMap<LoraModule, Vec<String>> = BTreeMap::new();
+    let is_declared = |path: &str| stacked::names_path(config, &format!("{path}.weight"));
+    let mut missing: BTreeMap<Option<LoraModule>, Vec<String>> = BTreeMap::new();
     for layer in paths.layers() {
         for module in LoraModule::every().filter(|m| m.applies_to_layer(spec, layer)) {
             let inside = module.name_in(spec);
             let path = paths.module(layer, &inside);
-            if config.targets(&path) == TargetMatch::Yes
-                && !inventory.seen.contains(&(layer, inside))
-            {
-                missing.entry(module).or_default().push(path);
+            let is_target = config.targets(&path) == TargetMatch::Yes || is_declared(&path);
+            if is_target && !inventory.seen.contains(&(layer, inside)) {
+                missing.entry(Some(module)).or_default().push(path);
+            }
+        }
+        if let Some(moe) = moe_of_layer(spec, layer) {
+            let path = paths.module(layer, &format!("{}.{}", paths.block(), moe.router_name));
+            let seen = |inside| inventory.seen.contains(&(layer, inside));
+            if is_declared(&path) && !router_names(paths, moe).into_iter().any(seen) {
+                missing.entry(None).or_default().push(path);
             }
         }
     }
@@ -237,7 +245,9 @@ fn check_parameter_names(
     findings: &mut Findings,
 ) {
     let weights = |path: &String| format!("{path}.weight");
-    let mut known: Vec<String> = here.iter().map(weights).collect();
+    let (model, routed) = (model_modules(paths), routed_modules(paths));
+    let modules = here.iter().chain(&model).chain(&routed);
+    let mut known: Vec<String> = modules.map(weights).collect();
     for layer in paths.layers() {
         let parameters = [Parameter::GateUp, Parameter::Down];
         let path =
@@ -250,7 +260,7 @@ fn check_parameter_names(
     let entries = config.target_parameters().iter();
     for entry in entries.filter(|entry| !known.has(entry)) {
         let message =
-            format!("target_parameters names `{entry}`, and the file holds nothing for it");
+            format!("target_parameters names `{entry}`, which neither the file nor the model has");
         findings.warn(AuditReason::UnmatchedTarget, None, message);
     }
 }
@@ -268,6 +278,11 @@ fn model_modules(paths: &Paths<'_>) -> Vec<String> {
     modules
 }
 
+/// The names that a router may have inside a layer, those of other releases of transformers included.
+fn router_names(paths: &Paths<'_>, moe: &MoeSpec) -> [String; 2] {
+    ["gate", moe.router_name].map(|name| format!("{}.{name}", paths.block()))
+}
+
 /// Paths of one expert's modules and of the router on every MoE layer, in both spellings.
 fn routed_modules(paths: &Paths<'_>) -> Vec<String> {
     let mut modules = Vec::new();
@@ -276,9 +291,7 @@ fn routed_modules(paths: &Paths<'_>) -> Vec<String> {
             continue;
         };
         let block = paths.block();
-        for router in ["gate", moe.router_name] {
-            modules.push(paths.module(layer, &format!("{block}.{router}")));
-        }
+        modules.extend(router_names(paths, moe).map(|inside| paths.module(layer, &inside)));
         for proj in ExpertProj::ALL {
             let names = [
                 (block, proj.peft_name()),

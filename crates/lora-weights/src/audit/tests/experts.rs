@@ -305,3 +305,24 @@ fn a_router_adapted_as_a_parameter_takes_the_parameters_scale() {
     assert_eq!(report.pairs[0].scale, 3.0);
     assert_eq!(report.pairs[0].path, "model.layers.1.mlp.gate.weight");
 }
+
+#[test]
+
+fn a_weight_that_target_parameters_names_must_be_in_the_file() {
+    let other_q = || pair(Q0, 2, 32, 32);
+    for (fields, path) in [
+        (
+            r#""target_modules": ["layers.0.self_attn.q_proj"], "target_parameters": ["mlp.gate.weight"]"#,
+            "model.layers.1.mlp.gate",
+        ),
+        (
+            r#""target_modules": [], "target_parameters": ["q_proj.weight"]"#,
+            "model.layers.1.self_attn.q_proj",
+        ),
+    ] {
+        let finding = on_moe(fields, other_q()).refused(AuditReason::UnmatchedTarget);
+        assert!(finding.message.contains(path), "{finding}");
+    }
+    let fields = r#""target_modules": ["layers.0.self_attn.q_proj"], "target_parameters": ["mlp.router.weight"]"#;
+    on_moe(fields, other_q()).warns(AuditReason::UnmatchedTarget);
+}
