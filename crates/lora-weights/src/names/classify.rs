@@ -268,9 +268,13 @@ fn stacked_or_malformed(rest: &str, inside: &str) -> Why {
         .next()
         .unwrap_or("");
     if segment.is_empty() || is_stacked_segment(segment) {
-        let detail = format!(
-            "`{rest}` holds all experts in one tensor, and target_parameters does not say which parameter it adapts"
-        );
+        let why = match segment {
+            "" | "base_layer" => "target_parameters does not say which parameter it adapts",
+            _ => {
+                "it is not named as PEFT names such tensors (`experts.lora_A`, `experts.base_layer.lora_A`)"
+            }
+        };
+        let detail = format!("`{rest}` holds all experts in one tensor, and {why}");
         (RejectReason::FusedExpertLora, detail)
     } else {
         let detail = format!("`{segment}` in `{rest}` is not an expert number");
@@ -308,9 +312,14 @@ fn check_module(
             RejectReason::UnsupportedModule
         };
         let layer = &spec.layers[at.layer];
+        let ffn = match layer.ffn {
+            FfnKind::Dense { .. } => "dense",
+            FfnKind::Moe => "MoE",
+            FfnKind::Absent => "no",
+        };
         let detail = format!(
-            "layer {} ({:?} attention, {:?} FFN) has no `{}`",
-            at.layer, layer.attention, layer.ffn, at.rest
+            "layer {} ({:?} attention, {} FFN) has no `{}`",
+            at.layer, layer.attention, ffn, at.rest
         );
         return Err((reason, detail));
     }

@@ -123,6 +123,21 @@ fn stacked_tensors_that_no_parameter_is_declared_for_are_refused() {
 
 #[test]
 
+fn stacked_tensors_under_a_name_of_another_writer_are_refused_for_the_name() {
+    let fields = r#""target_modules": [], "peft_version": "0.21.2", "target_parameters": ["experts.down_proj"]"#;
+    let tensors = stacked(&format!("{EXPERTS1}.down_proj"), 2, 12, 32);
+    let report = on_moe(fields, tensors).report();
+    let fused = report.errors().filter(|f| f.reason == "fused-expert-lora");
+    let messages: Vec<&str> = fused.map(|f| f.message.as_str()).collect();
+    assert_eq!(messages.len(), 2);
+    assert!(
+        messages.iter().all(|m| m.contains("not named as PEFT")),
+        "{messages:?}"
+    );
+}
+
+#[test]
+
 fn a_declared_parameter_without_tensors_is_an_unmatched_target() {
     let fields = r#""target_modules": [], "peft_version": "0.21.2", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]"#;
     let finding =
