@@ -15,9 +15,7 @@
 #include "tile.cuh"
 #include "weights.cuh"
 
-constexpr int kExpandThreads = 128;
 constexpr int kExpandWarps = kExpandThreads / 32;
-constexpr int kWarpOutputs = 64;
 constexpr int kBlockOutputs = kExpandWarps * kWarpOutputs;
 
 // Bytes from one row of xa in shared memory to the next: an odd multiple of 32, so that the 16 lanes of a phase, 8 bytes each of 4 rows, are on
@@ -191,7 +189,6 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     }
 }
 
-constexpr int kAhead = 4;
 constexpr int kPlaceBytes = kExpandThreads * 16;
 
 // Place of a thread among its warp's: the 8 lanes of a row are neighbours as they arrive, and the 8 lanes of a phase of reads are on different banks.
@@ -199,7 +196,7 @@ __device__ __forceinline__ uint32_t base_place(const Lane& lane) {
     return lane.warp * 32 + lane.quarter * 8 + (lane.group ^ 2 * lane.quarter);
 }
 
-// The thread's base elements of a large tile, asked for into shared memory `kAhead - 1` units (8 rows, one run of outputs) ahead.
+// The thread's base elements of a large tile, asked for into shared memory `kExpandAhead - 1` units (8 rows, one run of outputs) ahead.
 struct BaseRing {
     char* places;                  // the thread's first
     __nv_bfloat16* const* rows;    // out rows of the tile, null past the last one
@@ -208,7 +205,7 @@ struct BaseRing {
     __device__ __forceinline__ __nv_bfloat16* row(uint32_t group, int odd) const { return rows[group * 8 + 2 * quarter + odd]; }
 
     __device__ __forceinline__ void ask(uint32_t unit, uint32_t group, uint32_t n, bool present) const {
-        char* to = places + unit % kAhead * 2 * kPlaceBytes;
+        char* to = places + unit % kExpandAhead * 2 * kPlaceBytes;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             __nv_bfloat16* at = row(group, odd);
@@ -219,7 +216,7 @@ struct BaseRing {
 
     __device__ __forceinline__ void fold(const ExpandTile& t, uint32_t unit, uint32_t group, uint32_t n,
                                          const float (&sum)[4][4]) const {
-        const char* from = places + unit % kAhead * 2 * kPlaceBytes;
+        const char* from = places + unit % kExpandAhead * 2 * kPlaceBytes;
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
             __nv_bfloat16* at = row(group, odd);
@@ -253,7 +250,7 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
         }
     };
 #pragma unroll
-    for (int i = 0; i < kAhead - 1; ++i) ask_next();
+    for (int i = 0; i < kExpandAhead - 1; ++i) ask_next();
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) weights[i].settle(t.ranks, t.lane.quarter);
     uint32_t unit = 0;
@@ -265,7 +262,7 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
             float sum[4][4] = {};
             weights[i].multiply(sum, x_row, t.ranks, t.lane.quarter);
             ask_next();
-            copy_async_wait<kAhead - 1>();
+            copy_async_wait<kExpandAhead - 1>();
             ring.fold(t, unit, group, n + i * kBlockOutputs, sum);
             ++unit;
         }
@@ -317,7 +314,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
     const ExpandWork work = expand_work(ends, runs);
     const DeltaSite& site = p.sites[work.site];
     const uint32_t pitch = xa_pitch(site.max_rank);
-    char* xa = shared + 2 * kAhead * kPlaceBytes;
+    char* xa = shared + 2 * kExpandAhead * kPlaceBytes;
     bool waited = begin(p);
     const uint32_t total = tile_total(p);
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {

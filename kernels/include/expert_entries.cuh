@@ -4,8 +4,6 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
-constexpr int kEntryThreads = 256;
-
 // The expert whose rows hold `row`: one less than how many bounds are at or before it. Bounds do not decrease; an expert without rows shares
 // both of its bounds. Before the first bound the result is -1, from the last on it is `num_experts`.
 __device__ __forceinline__ int32_t expert_of_sorted_row(const uint32_t* offsets, uint32_t num_experts, uint32_t row) {

@@ -7,7 +7,6 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
-constexpr int kMaxGroupThreads = 1024;
 constexpr uint32_t kNoEntry = ~0u;
 
 // Exclusive prefix sums over the block of one value a thread; `total` is the sum.

@@ -16,14 +16,11 @@
 #include "primitives.cuh"
 #include "tile.cuh"
 
-constexpr int kShrinkThreads = 256;
 constexpr int kShrinkWarps = kShrinkThreads / 32;
 constexpr int kChunkSteps = kChunkK / 32;
 constexpr int kChunksPerBlock = kBlockK / kChunkK;
 static_assert(kChunksPerBlock == kShrinkWarps);
 
-// Pitch, in floats, of one row's 16 ranks in the exchange of chunk sums: conflict-free for the MMA's output layout.
-constexpr int kExchangePitch = kRankGranule + 4;
 constexpr int kExchangeFloats = kShrinkWarps * kSmallTileRows * kExchangePitch;
 
 constexpr int kChunkBytes = kChunkK * 2;
@@ -202,7 +199,7 @@ struct TiledShrink {
     static constexpr int kStageBytes = (kLargeTileRows + kARows) * kChunkBytes;
     static constexpr int kRowsPerWarp = kLargeTileRows * kGroups / kShrinkWarps;
     static constexpr int kColumns = kRowsPerWarp / 8;
-    static constexpr int kStages = kGroups <= 2 ? 4 : 3;
+    static constexpr int kStages = kGroups <= 2 ? kNarrowStages : kWideStages;
 
     const DeltaParams& p;
     const GroupSet& set;

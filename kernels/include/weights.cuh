@@ -7,29 +7,27 @@
 // First of the 4 ranks that a lane quarter takes of a group of 16.
 __device__ __forceinline__ uint32_t first_of_quarter(uint32_t quarter) { return quarter % 2 * 8 + quarter / 2 * 4; }
 
-// Rows whose distance in bytes is known: one address for all of them.
-template <int kStride>
-__device__ __forceinline__ void load_rows(uint2 (&row)[8], const void* from) {
-    row[0] = load_weights8<0 * kStride>(from);
-    row[1] = load_weights8<1 * kStride>(from);
-    row[2] = load_weights8<2 * kStride>(from);
-    row[3] = load_weights8<3 * kStride>(from);
-    row[4] = load_weights8<4 * kStride>(from);
-    row[5] = load_weights8<5 * kStride>(from);
-    row[6] = load_weights8<6 * kStride>(from);
-    row[7] = load_weights8<7 * kStride>(from);
+template <int kOffset>
+__device__ __forceinline__ void load_fragment(uint2& to, const void* from) {
+    to = load_weights8<kOffset>(from);
 }
 
-template <int kStride>
-__device__ __forceinline__ void load_rows(uint4 (&row)[8], const void* from) {
-    row[0] = load_weights16<0 * kStride>(from);
-    row[1] = load_weights16<1 * kStride>(from);
-    row[2] = load_weights16<2 * kStride>(from);
-    row[3] = load_weights16<3 * kStride>(from);
-    row[4] = load_weights16<4 * kStride>(from);
-    row[5] = load_weights16<5 * kStride>(from);
-    row[6] = load_weights16<6 * kStride>(from);
-    row[7] = load_weights16<7 * kStride>(from);
+template <int kOffset>
+__device__ __forceinline__ void load_fragment(uint4& to, const void* from) {
+    to = load_weights16<kOffset>(from);
+}
+
+// Rows whose distance in bytes is known: one address for all of them.
+template <int kStride, typename Fragment>
+__device__ __forceinline__ void load_rows(Fragment (&row)[8], const void* from) {
+    load_fragment<0 * kStride>(row[0], from);
+    load_fragment<1 * kStride>(row[1], from);
+    load_fragment<2 * kStride>(row[2], from);
+    load_fragment<3 * kStride>(row[3], from);
+    load_fragment<4 * kStride>(row[4], from);
+    load_fragment<5 * kStride>(row[5], from);
+    load_fragment<6 * kStride>(row[6], from);
+    load_fragment<7 * kStride>(row[7], from);
 }
 
 // Adds one group of 16 ranks; `xa` is the row of the lane's group at the group's first rank.

@@ -21,6 +21,34 @@ pub const BLOCK_K: u32 = 1024;
 /// Ranks that one block of the shrink kernel takes of a large tile.
 pub const RANKS_A_BLOCK: u32 = 64;
 
+/// Threads of a shrink block: a warp for each chunk of a k block.
+pub(crate) const SHRINK_THREADS: u32 = 256;
+
+/// Asynchronous stages of a shrink block over large tiles that takes up to 32 ranks.
+pub(crate) const NARROW_STAGES: u32 = 4;
+
+/// The same with more ranks, whose stages are larger.
+pub(crate) const WIDE_STAGES: u32 = 3;
+
+/// Floats from one row's 16 ranks to the next where a shrink block's warps exchange chunk sums: free of bank conflicts in the MMA's
+/// output layout.
+pub(crate) const EXCHANGE_PITCH: u32 = 20;
+
+/// Threads of an expand block.
+pub(crate) const EXPAND_THREADS: u32 = 128;
+
+/// Outputs that a warp of the expand kernel makes at a time.
+pub(crate) const WARP_OUTPUTS: u32 = 64;
+
+/// Times 8 base rows that a thread of an expand block over large tiles has room for.
+pub(crate) const EXPAND_AHEAD: u32 = 4;
+
+/// Most threads of the block that groups rows.
+pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
+
+/// Threads of a block that finds table entries.
+pub(crate) const ENTRY_THREADS: u32 = 256;
+
 /// Flag of [`DeltaParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
 /// that they may be read before it has finished. Backends set it themselves.
 pub const FLAG_TILES_READY: u32 = 1;

@@ -51,7 +51,7 @@ impl Constant {
     }
 }
 
-/// Public integer constants of a file whose value is a literal, in order.
+/// Integer constants of a file that are visible outside it and whose value is a literal, in order.
 fn integers(path: &Path) -> Result<Vec<Constant>> {
     let shown = path.display();
     let text = std::fs::read_to_string(path).with_context(|| shown.to_string())?;
@@ -68,7 +68,7 @@ fn integers(path: &Path) -> Result<Vec<Constant>> {
         else {
             continue;
         };
-        if matches!(item.vis, syn::Visibility::Public(_)) {
+        if !matches!(item.vis, syn::Visibility::Inherited) {
             let value = value
                 .base10_parse()
                 .with_context(|| format!("{shown}: {}", item.ident))?;
@@ -108,7 +108,7 @@ mod tests {
         for (path, text) in [
             (
                 PARAMS,
-                "pub const MAX_SITES: usize = 4;\nconst OWN: u32 = 1;\npub const FLAG_READY: u32 = 1;\n",
+                "pub const MAX_SITES: usize = 4;\nconst OWN: u32 = 1;\npub(crate) const FLAG_READY: u32 = 1;\n",
             ),
             (
                 "crates/lora-weights/src/pool.rs",

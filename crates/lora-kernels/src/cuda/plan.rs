@@ -2,10 +2,11 @@
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, DeltaParams, DeltaSite, EntryParams, GroupParams, LARGE_TILE_ROWS, MAX_SITES,
-    RANKS_A_BLOCK, SMALL_TILE_ROWS,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, ENTRY_THREADS, EXCHANGE_PITCH, EXPAND_AHEAD,
+    EXPAND_THREADS, EntryParams, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES,
+    NARROW_STAGES, RANKS_A_BLOCK, SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
 };
-use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem, Tile};
+use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
 use lora_weights::RANK_GRANULE;
 
@@ -26,26 +27,20 @@ pub struct DeltaPlan {
     pub expand_runs: u32,
 }
 
-const SHRINK_THREADS: u32 = 256;
-const EXPAND_THREADS: u32 = 128;
-const ENTRY_THREADS: u32 = 256;
-const MOST_GROUP_WARPS: u32 = 32;
 /// Fewer warps would take longer over the rows than more passes do.
 const LEAST_GROUP_WARPS: u32 = 4;
 /// Shared memory for the counts of a grouping: what a block of every target has.
 const GROUP_SHARED_BYTES: u32 = 96 * 1024;
 
-/// Times 8 base rows that a block over large tiles has room for.
-const EXPAND_AHEAD: u32 = 4;
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
 const BLOCKS_A_UNIT: u32 = 4;
 
 /// Outputs that an expand block makes at a time.
-const EXPAND_BLOCK_OUTPUTS: u32 = 256;
+const EXPAND_BLOCK_OUTPUTS: u32 = EXPAND_THREADS / 32 * WARP_OUTPUTS;
 
-const CHUNK_BYTES: u32 = 256;
+const CHUNK_BYTES: u32 = CHUNK_K * 2;
 /// The exchange of chunk sums that the unaligned kernel keeps in dynamic shared memory.
-const EXCHANGE_BYTES: u32 = 8 * 8 * 20 * 4;
+const EXCHANGE_BYTES: u32 = SHRINK_THREADS / 32 * SMALL_TILE_ROWS * EXCHANGE_PITCH * 4;
 const MOST_GRID_YZ: u32 = 65_535;
 /// Waves of blocks that a grid over both kinds of tile has at most; blocks loop over the rest.
 const MIXED_WAVES: u32 = 8;
@@ -160,7 +155,11 @@ fn plan_shrink(
     let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
     let sets = groups.div_ceil(groups_a_block);
     let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
-    let stages = if a_rows > 2 * RANK_GRANULE { 3 } else { 4 };
+    let stages = if a_rows > 2 * RANK_GRANULE {
+        WIDE_STAGES
+    } else {
+        NARROW_STAGES
+    };
     let (kernel, shared_bytes) = if aligned {
         (
             Kernel::ShrinkMixed,
@@ -271,7 +270,7 @@ pub struct GroupPlan {
 /// Plans the grouping of rows: as many warps as have room for a count of every entry.
 pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
     let counts = GROUP_SHARED_BYTES / 4;
-    let warps = (counts / params.slots.max(1)).clamp(LEAST_GROUP_WARPS, MOST_GROUP_WARPS);
+    let warps = (counts / params.slots.max(1)).clamp(LEAST_GROUP_WARPS, MAX_GROUP_THREADS / 32);
     let capacity = params.slots.clamp(1, counts / warps);
     let launch = KernelPlan {
         kernel: Kernel::GroupRows,
@@ -291,8 +290,6 @@ pub fn plan_expert_entries(params: &EntryParams) -> KernelPlan<Kernel> {
         shared_bytes: 0,
     }
 }
-
-const _: () = assert!(size_of::<Tile>() == 16 && BLOCK_K == 1024);
 
 #[cfg(test)]
 mod tests;
