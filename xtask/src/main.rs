@@ -4,12 +4,14 @@
 //!   environment reads may stand;
 //! * `build-kernels` compiles `kernels/src/*.cu` to the PTX that is checked in, or checks that it is what the sources
 //!   give;
+//! * `public-items` lists what each crate offers, or checks the lists;
 //! * `gpu-bundle` packs test and bench executables for a GPU machine that has no cargo.
 
 #![forbid(unsafe_code)]
 
 mod build_kernels;
 mod gpu_bundle;
+mod public_items;
 mod tidy;
 mod workspace;
 
@@ -32,6 +34,8 @@ enum Command {
     BuildKernels(build_kernels::Args),
     /// Pack test and bench executables and the CLI for a GPU machine without cargo.
     GpuBundle(gpu_bundle::Args),
+    /// List each crate's public items in docs/public-items.
+    PublicItems(public_items::Args),
 }
 
 fn main() -> ExitCode {
@@ -39,6 +43,7 @@ fn main() -> ExitCode {
         Command::Tidy => tidy::run(&workspace::root()),
         Command::BuildKernels(args) => build_kernels::run(&workspace::root(), &args),
         Command::GpuBundle(args) => gpu_bundle::run(&workspace::root(), &args),
+        Command::PublicItems(args) => public_items::run(&workspace::root(), &args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -13,6 +13,7 @@ mod layers;
 mod lints;
 mod msrv;
 mod outliers;
+mod public_items;
 mod unsafe_code;
 mod versions;
 
@@ -65,7 +66,7 @@ struct Rule {
     check: fn(&Workspace) -> Vec<Violation>,
 }
 
-const RULES: [Rule; 12] = [
+const RULES: [Rule; 13] = [
     Rule {
         name: "layers",
         check: layers::check,
@@ -113,6 +114,10 @@ const RULES: [Rule; 12] = [
     Rule {
         name: "msrv",
         check: msrv::check,
+    },
+    Rule {
+        name: "public-items",
+        check: public_items::check,
     },
 ];
 
@@ -178,6 +183,12 @@ undocumented_unsafe_blocks = "deny"
         std::fs::write(full, text).expect("file is written");
     }
 
+    /// The list of public items of a crate that offers none.
+    pub(crate) fn write_list(root: &Path, name: &str) {
+        let empty = crate::public_items::text(name, &[]);
+        write(root, &crate::public_items::path(name), &empty);
+    }
+
     /// A workspace of `lora-config` and `lora-weights` that breaks no rule, with `files` written over it.
     pub(crate) fn workspace(files: &[(&str, &str)]) -> Workspace {
         let dir = tempfile::tempdir().expect("a temporary folder");
@@ -199,6 +210,9 @@ undocumented_unsafe_blocks = "deny"
             "crates/lora-weights/src/lib.rs",
             "//! A crate.\n#![deny(unsafe_code)]\n",
         );
+        for name in ["lora-config", "lora-weights"] {
+            write_list(dir.path(), name);
+        }
         for (path, text) in files {
             write(dir.path(), path, text);
         }
@@ -230,6 +244,7 @@ mod tests {
         let library = "//! A crate.\n#![forbid(unsafe_code)]\n";
         std::fs::write(dir.path().join("crates/lora-config/src/lib.rs"), library)
             .expect("file is written");
+        planted::write_list(dir.path(), "lora-config");
         let error = run(dir.path()).expect_err("a version outside the root manifest");
         assert!(error.to_string().contains("1 violation"), "{error}");
     }

@@ -14,6 +14,7 @@ fn is_generated(path: &str) -> bool {
         .any(|part| part == "generated" || part.ends_with("_generated"));
     path.ends_with(".ptx")
         || path == "kernels/include/constants.cuh"
+        || path.starts_with("docs/public-items/")
         || (marked && !path.starts_with("xtask/"))
 }
 
