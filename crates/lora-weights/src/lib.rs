@@ -97,5 +97,5 @@ pub use slots::{
 };
 pub use store::{
     AdapterStore, HeaderEntry, HeaderError, MemoryTensor, OtherDtype, StoreError, TensorDtype,
-    TensorId, TensorMeta, parse_safetensors_header,
+    TensorId, TensorMeta, WeightManifest, parse_safetensors_header,
 };

@@ -3,6 +3,7 @@
 mod convert;
 mod error;
 mod header;
+mod manifest;
 mod open;
 mod tensor;
 #[cfg(test)]
@@ -11,6 +12,7 @@ mod tests;
 pub(crate) use convert::Walk;
 pub use error::{HeaderError, StoreError};
 pub use header::{HeaderEntry, parse_safetensors_header};
+pub use manifest::WeightManifest;
 pub(crate) use open::{open_config, open_weights, several_adapters};
 pub use tensor::{OtherDtype, TensorDtype, TensorId, TensorMeta};
 

@@ -1,7 +1,7 @@
 //! Files of an adapter folder.
 
-use super::header::{LENGTH_BYTES, header_bytes, parse_safetensors_header};
-use super::{Data, HeaderError, StoreError, Weights};
+use super::header::LENGTH_BYTES;
+use super::{Data, HeaderError, StoreError, WeightManifest, Weights};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -50,20 +50,15 @@ pub(crate) fn open_weights(dir: &Path) -> Result<Weights, StoreError> {
     let Some((mut file, file_bytes)) = open_file(&path)? else {
         return Err(missing_weights(dir, path));
     };
-    let header = read_header(&mut file, file_bytes).map_err(|problem| match problem {
-        Problem::Header(source) => StoreError::Header {
-            path: path.clone(),
-            source,
-        },
+    let header_error = |source| StoreError::Header {
+        path: path.clone(),
+        source,
+    };
+    let prefix = read_prefix(&mut file, file_bytes).map_err(|problem| match problem {
+        Problem::Header(source) => header_error(source),
         Problem::Io(source) => io_error(&path, source),
     })?;
-    let data_start = LENGTH_BYTES + header.len() as u64;
-    let entries = parse_safetensors_header(&header, file_bytes - data_start).map_err(|source| {
-        StoreError::Header {
-            path: path.clone(),
-            source,
-        }
-    })?;
+    let manifest = WeightManifest::parse(&prefix, file_bytes).map_err(header_error)?;
     let map = map_file(&file).map_err(|source| io_error(&path, source))?;
     if (map.len() as u64) < file_bytes {
         let available = map.len() as u64;
@@ -75,11 +70,12 @@ pub(crate) fn open_weights(dir: &Path) -> Result<Weights, StoreError> {
             },
         });
     }
-    let at = |offset: u64| (data_start + offset) as usize;
-    let (tensors, spans) = entries
+    let (tensors, ranges) = manifest.into_parts();
+    // Within the map, whose length is a `usize`.
+    let spans = ranges
         .into_iter()
-        .map(|entry| (entry.meta, at(entry.bytes.start)..at(entry.bytes.end)))
-        .unzip();
+        .map(|range| range.start as usize..range.end as usize)
+        .collect();
     Ok(Weights {
         tensors,
         data: Data::File { map, spans },
@@ -132,16 +128,19 @@ enum Problem {
     Header(HeaderError),
 }
 
-fn read_header(file: &mut File, file_bytes: u64) -> Result<Vec<u8>, Problem> {
+/// The header's length and the header.
+fn read_prefix(file: &mut File, file_bytes: u64) -> Result<Vec<u8>, Problem> {
     if file_bytes < LENGTH_BYTES {
         return Err(Problem::Header(HeaderError::TooShort { bytes: file_bytes }));
     }
     let mut first = [0; LENGTH_BYTES as usize];
     file.read_exact(&mut first).map_err(Problem::Io)?;
-    let bytes = header_bytes(file_bytes, first).map_err(Problem::Header)?;
-    let mut header = vec![0; bytes as usize];
-    file.read_exact(&mut header).map_err(Problem::Io)?;
-    Ok(header)
+    let bytes = WeightManifest::prefix_bytes(first, file_bytes).map_err(Problem::Header)?;
+    let mut prefix = vec![0; bytes as usize];
+    let (length, header) = prefix.split_at_mut(first.len());
+    length.copy_from_slice(&first);
+    file.read_exact(header).map_err(Problem::Io)?;
+    Ok(prefix)
 }
 
 /// A regular file and its size; `None` where there is nothing of that name. A pipe or a device is refused, since opening one
