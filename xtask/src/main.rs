@@ -5,12 +5,15 @@
 //! * `build-kernels` compiles `kernels/src/*.cu` to the PTX that is checked in, or checks that it is what the sources
 //!   give;
 //! * `public-items` lists what each crate offers, or checks the lists;
+//! * `plots` draws the measured times of docs/performance.md beside their byte floors, or checks the drawings;
 //! * `gpu-bundle` packs test and bench executables for a GPU machine that has no cargo.
 
 #![forbid(unsafe_code)]
 
 mod build_kernels;
+mod generated;
 mod gpu_bundle;
+mod plots;
 mod public_items;
 mod tidy;
 mod workspace;
@@ -34,8 +37,10 @@ enum Command {
     BuildKernels(build_kernels::Args),
     /// Pack test and bench executables and the CLI for a GPU machine without cargo.
     GpuBundle(gpu_bundle::Args),
+    /// Draw docs/performance.md's tables of times as docs/plots/*.svg.
+    Plots(generated::Args),
     /// List each crate's public items in docs/public-items.
-    PublicItems(public_items::Args),
+    PublicItems(generated::Args),
 }
 
 fn main() -> ExitCode {
@@ -43,6 +48,7 @@ fn main() -> ExitCode {
         Command::Tidy => tidy::run(&workspace::root()),
         Command::BuildKernels(args) => build_kernels::run(&workspace::root(), &args),
         Command::GpuBundle(args) => gpu_bundle::run(&workspace::root(), &args),
+        Command::Plots(args) => plots::run(&workspace::root(), &args),
         Command::PublicItems(args) => public_items::run(&workspace::root(), &args),
     };
     match outcome {

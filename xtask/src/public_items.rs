@@ -5,45 +5,18 @@ mod macros;
 mod modules;
 mod surface;
 
+use crate::generated::{self, Args, Files};
 use crate::workspace::Workspace;
-use anyhow::{Context, Result, bail};
-use std::collections::BTreeMap;
+use anyhow::{Context, Result};
 use std::path::Path;
 
 /// Where the lists lie.
 const DIR: &str = "docs/public-items";
 
-/// Arguments of `public-items`.
-#[derive(Debug, clap::Args)]
-pub(crate) struct Args {
-    /// Write nothing: fail if a list is not what the sources give.
-    #[arg(long)]
-    check: bool,
-}
-
 /// Writes or checks the lists of the workspace at `root`.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<()> {
-    let workspace = Workspace::load(root)?;
-    let stale = stale(&workspace)?;
-    if args.check {
-        if stale.is_empty() {
-            return Ok(());
-        }
-        let paths: Vec<&str> = stale.keys().map(String::as_str).collect();
-        bail!(
-            "stale: {}; run `cargo xtask public-items`",
-            paths.join(", ")
-        );
-    }
-    std::fs::create_dir_all(root.join(DIR)).context(DIR)?;
-    for (path, text) in stale {
-        match text {
-            Some(text) => std::fs::write(root.join(&path), text).with_context(|| path.clone())?,
-            None => std::fs::remove_file(root.join(&path)).with_context(|| path.clone())?,
-        }
-        println!("{path}");
-    }
-    Ok(())
+    let stale = stale(&Workspace::load(root)?)?;
+    generated::settle(root, stale, args, "public-items")
 }
 
 /// Where the list of a crate lies.
@@ -59,22 +32,13 @@ pub(crate) fn text(name: &str, items: &[String]) -> String {
     )
 }
 
-/// The lists that are not what the sources give: path, and the text that belongs there; `None` where no list does.
-pub(crate) fn stale(workspace: &Workspace) -> Result<BTreeMap<String, Option<String>>> {
-    let mut wanted: BTreeMap<String, Option<String>> = libraries(workspace)?
+/// The lists that are not what the sources give.
+pub(crate) fn stale(workspace: &Workspace) -> Result<Files> {
+    let lists = libraries(workspace)?;
+    let wanted = lists
         .into_iter()
-        .map(|(name, items)| (path(&name), Some(text(&name, &items))))
-        .collect();
-    for file in &workspace.files {
-        if file.path.starts_with(DIR) {
-            match wanted.get(&file.path) {
-                Some(Some(text)) if *text == file.text => drop(wanted.remove(&file.path)),
-                Some(_) => {}
-                None => drop(wanted.insert(file.path.clone(), None)),
-            }
-        }
-    }
-    Ok(wanted)
+        .map(|(name, items)| (path(&name), text(&name, &items)));
+    Ok(generated::stale(workspace, DIR, wanted.collect()))
 }
 
 /// The public items of each library under `crates/`, sorted, one line each.

@@ -13,7 +13,7 @@ mod layers;
 mod lints;
 mod msrv;
 mod outliers;
-mod public_items;
+mod stale;
 mod unsafe_code;
 mod versions;
 
@@ -66,7 +66,7 @@ struct Rule {
     check: fn(&Workspace) -> Vec<Violation>,
 }
 
-const RULES: [Rule; 13] = [
+const RULES: [Rule; 14] = [
     Rule {
         name: "layers",
         check: layers::check,
@@ -117,7 +117,11 @@ const RULES: [Rule; 13] = [
     },
     Rule {
         name: "public-items",
-        check: public_items::check,
+        check: stale::check_public_items,
+    },
+    Rule {
+        name: "plots",
+        check: stale::check_plots,
     },
 ];
 
@@ -176,7 +180,8 @@ undocumented_unsafe_blocks = "deny"
         )
     }
 
-    fn write(root: &Path, path: &str, text: &str) {
+    /// Writes one file, its folders too.
+    pub(crate) fn write(root: &Path, path: &str, text: &str) {
         let full = root.join(path);
         std::fs::create_dir_all(full.parent().expect("a file has a folder"))
             .expect("folder is made");

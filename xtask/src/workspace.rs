@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 const SKIPPED_DIRS: [&str; 3] = ["target", ".git", "node_modules"];
 
 /// Extensions of the files that rules read. `.ci/run` has none and is taken by name.
-const EXTENSIONS: [&str; 10] = [
-    "rs", "toml", "cu", "cuh", "h", "ptx", "md", "sh", "py", "txt",
+const EXTENSIONS: [&str; 11] = [
+    "rs", "toml", "cu", "cuh", "h", "ptx", "md", "sh", "py", "txt", "svg",
 ];
 
 /// The workspace that this xtask was built from.

@@ -15,6 +15,7 @@ fn is_generated(path: &str) -> bool {
     path.ends_with(".ptx")
         || path == "kernels/include/constants.cuh"
         || path.starts_with("docs/public-items/")
+        || path.starts_with("docs/plots/")
         || (marked && !path.starts_with("xtask/"))
 }
 
