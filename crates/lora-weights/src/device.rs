@@ -139,14 +139,22 @@ pub trait Completion: Send {
 
 /// The only way this crate reaches memory that kernels read.
 ///
-/// Uploads run on a stream of the implementation's own, so that launches on an engine's streams never wait for them.
-/// What an upload wrote is visible to launches enqueued after its [`Completion`] is done.
+/// Uploads run on streams of the implementation's own, so that launches on an engine's streams never wait for them; a
+/// small one (row maps, table entries) does not wait for a large one (a slot image) that was started before it. What an upload
+/// wrote is visible to launches enqueued after its [`Completion`] is done.
 pub trait DeviceMemory: Send + Sync {
     /// `bytes` zeroed bytes, 256-byte aligned, at an address fixed until [`free`](Self::free). Zero bytes is legal and gives null.
+    /// Waits for no launch: adapters with parts beside the pool allocate while others serve.
     fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError>;
 
-    /// Gives an allocation back. `ptr` must be what [`alloc_zeroed`](Self::alloc_zeroed) returned; null is a no-op.
-    /// The caller makes sure that no launch still reads it.
+    /// [`alloc_zeroed`](Self::alloc_zeroed) for memory that lives as long as the pool and is allocated before anything is served: it
+    /// may wait for the device, and comes from the allocator that an engine can register with a network card.
+    fn alloc_resident(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
+        self.alloc_zeroed(bytes)
+    }
+
+    /// Gives an allocation back, without waiting for launches unless it is a resident one. `ptr` must be what an allocation
+    /// returned; null is a no-op. The caller makes sure that no launch still reads it.
     fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError>;
 
     /// Free and total bytes now.

@@ -58,7 +58,7 @@ impl CudaBackend {
 
     fn build(device: &Device, context: Context) -> Result<Self, CudaError> {
         let target = PtxTarget::for_device(device.major, device.minor)?;
-        let memory = Arc::new(Memory::new(context)?);
+        let memory = Arc::new(Memory::new(context, device.memory_pools)?);
         let kernels = Kernels::load(&target, device.shared_bytes)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .named("creating the launch stream")?;
@@ -217,7 +217,11 @@ impl LoraBackend for CudaBackend {
 
 impl DeviceMemory for CudaBackend {
     fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
-        self.memory.alloc_zeroed(bytes)
+        self.memory.alloc_zeroed(bytes, true)
+    }
+
+    fn alloc_resident(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
+        self.memory.alloc_zeroed(bytes, false)
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {

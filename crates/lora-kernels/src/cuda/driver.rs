@@ -39,6 +39,8 @@ pub(super) struct Device {
     pub(super) multiprocessors: u32,
     pub(super) shared_bytes: u32,
     pub(super) l2_bytes: u64,
+    /// Whether it has stream-ordered allocations.
+    pub(super) memory_pools: bool,
 }
 
 impl Device {
@@ -78,6 +80,7 @@ impl Device {
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
             )? as u32,
             l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
+            memory_pools: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0,
         })
     }
 }
@@ -202,6 +205,15 @@ pub(super) unsafe fn copy_to_device(
     copy: &HostToDevice,
     stream: sys::CUstream,
 ) -> Result<(), CudaError> {
+    if copy.rows == 1 {
+        // A 2-D copy has a limit of 2 GiB a row.
+        // SAFETY: the caller vouches for the ranges.
+        return unsafe {
+            sys::cuMemcpyHtoDAsync_v2(copy.destination, copy.source, copy.row_bytes, stream)
+        }
+        .result()
+        .named("copying to the device");
+    }
     let plan = sys::CUDA_MEMCPY2D {
         srcXInBytes: 0,
         srcY: 0,

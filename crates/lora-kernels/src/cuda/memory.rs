@@ -1,6 +1,13 @@
-//! Device memory, pinned staging and uploads on a stream of their own.
+//! Device memory, and uploads on streams of their own.
+//!
+//! Nothing here waits for a stream of the engine, and nothing that serving needs waits for a slot image on its way: images go
+//! on one stream, everything small (row maps, table entries, zeroing, frees) on another. Allocations are the driver's
+//! stream-ordered ones, since `cuMemAlloc` and `cuMemFree` wait for the whole device; only memory that lives as long as the pool comes from
+//! `cuMemAlloc`, so that an engine can register it for RDMA.
 
 use super::driver::{self, HostToDevice, Named};
+use super::staging::Pinned;
+use super::upload::{Event, Landing};
 use super::{CudaError, driver::Device};
 use cudarc::driver::{DriverError, result, sys};
 use lora_weights::device::{
@@ -70,9 +77,24 @@ impl Drop for Context {
 /// What allocations, staging buffers and uploads share.
 pub(super) struct Memory {
     pub(super) context: Context,
-    upload_stream: sys::CUstream,
-    allocations: Mutex<BTreeMap<u64, u64>>,
-    idle_staging: Mutex<Vec<Pinned>>,
+    /// Slot images.
+    image_stream: sys::CUstream,
+    /// Everything that takes microseconds: row maps, tables, zeroing, allocations and frees.
+    small_stream: sys::CUstream,
+    /// Whether the device has stream-ordered allocations.
+    pools: bool,
+    allocations: Mutex<BTreeMap<u64, Allocation>>,
+    pub(super) idle_staging: Mutex<Vec<Pinned>>,
+}
+
+/// Uploads up to this size go on the stream of small ones: a megabyte takes some twenty microseconds of a PCIe 5 link.
+const SMALL_UPLOAD_BYTES: usize = 1 << 20;
+
+#[derive(Debug, Clone, Copy)]
+struct Allocation {
+    bytes: u64,
+    /// From `cuMemAllocAsync`.
+    ordered: bool,
 }
 
 // SAFETY: the stream and context handles are driver-owned names that any thread may use once it has bound the context, which every
@@ -81,29 +103,40 @@ unsafe impl Send for Memory {}
 // SAFETY: what threads share is behind mutexes, and the driver locks for itself.
 unsafe impl Sync for Memory {}
 
-/// Idle pinned buffers kept for the next upload.
-const KEPT_STAGING_BUFFERS: usize = 4;
-
 impl Memory {
-    pub(super) fn new(context: Context) -> Result<Self, CudaError> {
+    /// `pools`: whether the device has stream-ordered allocations.
+    pub(super) fn new(context: Context, pools: bool) -> Result<Self, CudaError> {
         context.bind()?;
-        let upload_stream = result::stream::create(result::stream::StreamKind::NonBlocking)
-            .named("creating the upload stream")?;
+        let stream = || {
+            result::stream::create(result::stream::StreamKind::NonBlocking)
+                .named("creating an upload stream")
+        };
         Ok(Self {
             context,
-            upload_stream,
+            image_stream: stream()?,
+            small_stream: stream()?,
+            pools,
             allocations: Mutex::default(),
             idle_staging: Mutex::default(),
         })
     }
 
-    pub(super) fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
+    /// `ordered`: without waiting for the device.
+    pub(super) fn alloc_zeroed(&self, bytes: u64, ordered: bool) -> Result<DevicePtr, MemoryError> {
         if bytes == 0 {
             return Ok(DevicePtr::NULL);
         }
         self.context.bind()?;
+        let ordered = ordered && self.pools;
+        let size = bytes as usize;
         // SAFETY: the context is current; the address is freed in `free` or in `drop`.
-        let address = match unsafe { result::malloc_sync(bytes as usize) } {
+        let allocated = unsafe {
+            match ordered {
+                true => result::malloc_async(self.small_stream, size),
+                false => result::malloc_sync(size),
+            }
+        };
+        let address = match allocated {
             Ok(address) => address,
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
                 return Err(MemoryError::OutOfMemory {
@@ -118,12 +151,11 @@ impl Memory {
                     .into());
             }
         };
-        lock(&self.allocations).insert(address, bytes);
-        // SAFETY: the range was allocated just now. The upload stream orders the fill before every upload.
-        let filled =
-            unsafe { result::memset_d8_async(address, 0, bytes as usize, self.upload_stream) }
-                .named("zeroing device memory")
-                .and_then(|()| self.drain());
+        lock(&self.allocations).insert(address, Allocation { bytes, ordered });
+        // SAFETY: the range was allocated just now, on this stream or for all of them. Nobody knows its address before the stream is drained.
+        let filled = unsafe { result::memset_d8_async(address, 0, size, self.small_stream) }
+            .named("zeroing device memory")
+            .and_then(|()| self.drain(self.small_stream));
         if let Err(error) = filled {
             let _ = self.free(DevicePtr(address));
             return Err(error.into());
@@ -131,27 +163,34 @@ impl Memory {
         Ok(DevicePtr(address))
     }
 
-    fn drain(&self) -> Result<(), CudaError> {
-        // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.upload_stream) }
-            .named("waiting for the upload stream")
+    pub(super) fn drain(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+        // SAFETY: both streams live as long as `self`.
+        unsafe { result::stream::synchronize(stream) }.named("waiting for an upload stream")
     }
 
     pub(super) fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
         if ptr.is_null() {
             return Ok(());
         }
-        let Some(bytes) = lock(&self.allocations).remove(&ptr.0) else {
+        let Some(allocation) = lock(&self.allocations).remove(&ptr.0) else {
             return Err(MemoryError::OutOfBounds { ptr, bytes: 0 });
         };
         self.context.bind()?;
-        tracing::trace!(%ptr, bytes, "freeing device memory");
-        // SAFETY: the address came from `malloc_sync` and was in the registry until now, so it is freed once.
-        Ok(unsafe { result::free_sync(ptr.0) }.named("freeing device memory")?)
+        tracing::trace!(%ptr, bytes = allocation.bytes, "freeing device memory");
+        // SAFETY: the address came from the allocator that the registry names, and was in the registry until now, so it is freed once.
+        let freed = unsafe {
+            match allocation.ordered {
+                true => result::free_async(ptr.0, self.small_stream),
+                false => result::free_sync(ptr.0),
+            }
+        };
+        Ok(freed.named("freeing device memory")?)
     }
 
     pub(super) fn info(&self) -> Result<MemoryInfo, MemoryError> {
         self.context.bind()?;
+        // What was freed in stream order goes back to the device once the stream is waited for.
+        self.drain(self.small_stream)?;
         let (free, total) = result::mem_get_info().named("asking for free memory")?;
         Ok(MemoryInfo {
             free: free as u64,
@@ -164,41 +203,16 @@ impl Memory {
         let inside = allocations
             .range(..=ptr.0)
             .next_back()
-            .is_some_and(|(base, length)| {
+            .is_some_and(|(base, allocation)| {
                 ptr.0
                     .checked_add(bytes)
-                    .is_some_and(|end| end <= base + length)
+                    .is_some_and(|end| end <= base + allocation.bytes)
             });
         if inside {
             Ok(())
         } else {
             Err(MemoryError::OutOfBounds { ptr, bytes })
         }
-    }
-
-    pub(super) fn stage(
-        self: &Arc<Self>,
-        bytes: usize,
-    ) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        let recycled = {
-            let mut idle = lock(&self.idle_staging);
-            idle.iter()
-                .position(|buffer| buffer.capacity >= bytes)
-                .map(|at| idle.swap_remove(at))
-        };
-        let mut pinned = match recycled {
-            Some(buffer) => buffer,
-            None => {
-                self.context.bind()?;
-                Pinned::new(bytes.max(1))?
-            }
-        };
-        pinned.slice_mut(bytes).fill(0);
-        Ok(Box::new(Staging {
-            pinned: Some(pinned),
-            length: bytes,
-            memory: Arc::clone(self),
-        }))
     }
 
     pub(super) fn upload(
@@ -211,9 +225,15 @@ impl Memory {
             self.check_copy(copy, available.len())?;
         }
         self.context.bind()?;
-        let event = Event::new()?;
+        let bytes = copies.iter().map(|copy| copy.rows * copy.row_bytes);
+        let stream = if bytes.sum::<usize>() <= SMALL_UPLOAD_BYTES {
+            self.small_stream
+        } else {
+            self.image_stream
+        };
         let landing = Landing {
-            event,
+            event: Event::new()?,
+            stream,
             source: Some(source),
             memory: Arc::clone(self),
         };
@@ -232,9 +252,9 @@ impl Memory {
             };
             // SAFETY: `check_copy` has found both ranges inside live memory. `landing` keeps the source until the copy has run, also when a
             // later copy fails, since its drop waits; allocations are freed by callers that hold no upload to them.
-            unsafe { driver::copy_to_device(&plan, self.upload_stream) }?;
+            unsafe { driver::copy_to_device(&plan, stream) }?;
         }
-        landing.event.record(self.upload_stream)?;
+        landing.event.record(stream)?;
         Ok(Box::new(landing))
     }
 
@@ -273,8 +293,12 @@ impl Memory {
         }
         self.check(src, dst.len() as u64)?;
         self.context.bind()?;
-        // SAFETY: the source range is in a live allocation, the destination is a slice; the call returns once the copy is done.
-        Ok(unsafe { result::memcpy_dtoh_sync(dst, src.0) }.named("copying from the device")?)
+        // SAFETY: the source range is in a live allocation; the destination is a slice that is borrowed until the stream has been waited for, which
+        // is before this returns, also where the wait fails: the context is lost then and runs nothing more.
+        let copied = unsafe { result::memcpy_dtoh_async(dst, src.0, self.small_stream) }
+            .named("copying from the device");
+        self.drain(self.small_stream)?;
+        Ok(copied?)
     }
 }
 
@@ -283,154 +307,20 @@ impl Drop for Memory {
         if self.context.bind().is_err() {
             return;
         }
-        let _ = self.drain();
+        let _ = self.drain(self.image_stream);
         lock(&self.idle_staging).clear();
-        for (address, _) in std::mem::take(&mut *lock(&self.allocations)) {
-            // SAFETY: registered addresses came from `malloc_sync` and have not been freed.
-            let _ = unsafe { result::free_sync(address) };
+        let left: Vec<u64> = lock(&self.allocations).keys().copied().collect();
+        for address in left {
+            let _ = self.free(DevicePtr(address));
         }
-        // SAFETY: the stream was created in `new`, has no work left and is not used again.
-        let _ = unsafe { result::stream::destroy(self.upload_stream) };
+        let _ = self.drain(self.small_stream);
+        for stream in [self.image_stream, self.small_stream] {
+            // SAFETY: the stream was created in `new`, has no work left and is not used again.
+            let _ = unsafe { result::stream::destroy(stream) };
+        }
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Page-locked host memory.
-struct Pinned {
-    base: *mut u8,
-    capacity: usize,
-}
-
-// SAFETY: the memory belongs to this value alone and may be used from any thread.
-unsafe impl Send for Pinned {}
-
-impl Pinned {
-    fn new(capacity: usize) -> Result<Self, CudaError> {
-        // SAFETY: the context is current; `Drop` frees it.
-        let base = unsafe { result::malloc_host(capacity, 0) }
-            .named("allocating pinned memory")?
-            .cast::<u8>();
-        // SAFETY: the driver returned `capacity` writable bytes.
-        unsafe { base.write_bytes(0, capacity) };
-        Ok(Self { base, capacity })
-    }
-
-    fn slice(&self, bytes: usize) -> &[u8] {
-        // SAFETY: `bytes` is at most the capacity (checked), every byte was initialised in `new`, and the borrow of `self` keeps it alive.
-        unsafe { std::slice::from_raw_parts(self.base, bytes.min(self.capacity)) }
-    }
-
-    fn slice_mut(&mut self, bytes: usize) -> &mut [u8] {
-        // SAFETY: as in `slice`; `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.base, bytes.min(self.capacity)) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        // SAFETY: `base` came from `malloc_host` and is freed once.
-        let _ = unsafe { result::free_host(self.base.cast()) };
-    }
-}
-
-struct Staging {
-    pinned: Option<Pinned>,
-    length: usize,
-    memory: Arc<Memory>,
-}
-
-impl StagingBuffer for Staging {
-    fn bytes(&self) -> &[u8] {
-        self.pinned
-            .as_ref()
-            .expect("held until drop")
-            .slice(self.length)
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        self.pinned
-            .as_mut()
-            .expect("held until drop")
-            .slice_mut(self.length)
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        let pinned = self.pinned.take();
-        let mut idle = lock(&self.memory.idle_staging);
-        if idle.len() < KEPT_STAGING_BUFFERS {
-            idle.extend(pinned);
-        }
-    }
-}
-
-/// An event without timing.
-struct Event(sys::CUevent);
-
-// SAFETY: an event handle is a driver-owned name that any thread may use.
-unsafe impl Send for Event {}
-
-impl Event {
-    fn new() -> Result<Self, CudaError> {
-        Ok(Self(
-            result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-                .named("creating an upload event")?,
-        ))
-    }
-
-    fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
-        // SAFETY: event and stream are live and of the current context.
-        unsafe { result::event::record(self.0, stream) }.named("recording an upload event")
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: created once, destroyed once; the driver defers destruction of a pending event.
-        let _ = unsafe { result::event::destroy(self.0) };
-    }
-}
-
-struct Landing {
-    event: Event,
-    source: Option<Box<dyn StagingBuffer>>,
-    memory: Arc<Memory>,
-}
-
-impl Completion for Landing {
-    fn is_done(&self) -> Result<bool, MemoryError> {
-        self.memory.context.bind()?;
-        // SAFETY: the event lives as long as `self`.
-        match unsafe { result::event::query(self.event.0) } {
-            Ok(()) => Ok(true),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
-            Err(error) => Err(Err::<(), _>(error)
-                .named("polling an upload")
-                .unwrap_err()
-                .into()),
-        }
-    }
-
-    fn wait(mut self: Box<Self>) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        self.memory.context.bind()?;
-        // SAFETY: the event lives as long as `self`.
-        unsafe { result::event::synchronize(self.event.0) }.named("waiting for an upload")?;
-        Ok(self.source.take().expect("given back once"))
-    }
-
-    fn event(&self) -> Option<u64> {
-        Some(self.event.0 as u64)
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        if self.source.is_some() && self.memory.context.bind().is_ok() {
-            let _ = self.memory.drain();
-        }
-    }
 }

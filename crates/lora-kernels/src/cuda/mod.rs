@@ -1,6 +1,6 @@
 //! The CUDA backend: driver API only, loaded when the program runs, so that nothing is needed at build time.
 //!
-//! Three layers: `driver` (calls that return results), owners (`module`, `memory`, [`Graph`]) and [`CudaBackend`] on top.
+//! Three layers: `driver` (calls that return results), owners (`module`, `memory`, `staging`, `upload`, [`Graph`]) and [`CudaBackend`] on top.
 
 mod backend;
 mod driver;
@@ -9,6 +9,8 @@ mod graph;
 mod memory;
 mod module;
 mod plan;
+mod staging;
+mod upload;
 
 pub use backend::CudaBackend;
 pub use error::CudaError;

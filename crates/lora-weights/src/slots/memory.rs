@@ -4,7 +4,7 @@ use crate::device::{DeviceMemory, DevicePtr, MemoryError, StagingBuffer};
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// A device allocation that is freed when dropped.
+/// Device memory of the pool, freed when dropped.
 pub(super) struct DeviceRegion {
     memory: Arc<dyn DeviceMemory>,
     base: DevicePtr,
@@ -14,7 +14,7 @@ impl DeviceRegion {
     pub(super) fn zeroed(memory: &Arc<dyn DeviceMemory>, bytes: u64) -> Result<Self, MemoryError> {
         Ok(Self {
             memory: Arc::clone(memory),
-            base: memory.alloc_zeroed(bytes)?,
+            base: memory.alloc_resident(bytes)?,
         })
     }
 
