@@ -3,7 +3,7 @@
 use lora_config::{ConfigError, FfnKind};
 use lora_kernels::KernelError;
 use lora_moe::MoeError;
-use lora_weights::{LoraModule, StoreError, WeightsError};
+use lora_weights::{LoraModule, StoreError, VictimError, WeightsError};
 
 /// Why the runtime refused or failed.
 #[derive(Debug, thiserror::Error)]
@@ -58,6 +58,20 @@ pub enum RuntimeError {
         /// Most sites of a launch.
         most: usize,
     },
+}
+
+impl RuntimeError {
+    /// Whether only room is missing that running requests hold: the same call may succeed once one of them has ended.
+    pub fn is_busy(&self) -> bool {
+        match self {
+            Self::Weights(WeightsError::Victim(reason)) => {
+                matches!(reason, VictimError::PoolFull { .. })
+            }
+            Self::Weights(WeightsError::SlotBusy { .. }) => true,
+            Self::Weights(WeightsError::ExpertRegionFull { needed, total, .. }) => needed <= total,
+            _ => false,
+        }
+    }
 }
 
 /// Deltas and layer do not fit each other. Nothing was installed.

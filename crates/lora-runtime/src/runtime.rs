@@ -12,6 +12,7 @@ use lora_weights::{
     AdapterSlot, AuditReport, LoraWeights, PoolSpec, SlotLease, SlotTarget, Unloaded, WeightsError,
     select_victim_slot,
 };
+use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -22,7 +23,8 @@ use std::sync::Arc;
 ///
 /// Life of an adapter: [`load`](Self::load) fills slots at startup, [`promote`](Self::promote) brings one into a cache
 /// slot, [`swap`](Self::swap) replaces the contents of a slot, [`rotate`](Self::rotate) makes another slot active,
-/// [`unload`](Self::unload) empties one. A request holds its adapter by a [`lease`](Self::lease).
+/// [`unload`](Self::unload) empties one. A request holds its adapter by a [`lease`](Self::lease), or by
+/// [`acquire`](Self::acquire), which brings it in where it has to.
 ///
 /// A step: [`route`](Self::route) once, then [`apply`](Self::apply) at each projection.
 #[derive(Debug)]
@@ -31,6 +33,8 @@ pub struct LoraRuntime {
     weights: LoraWeights,
     parse: ParseOptions,
     counters: Counters,
+    /// Held while [`acquire`](Self::acquire) promotes.
+    promoting: Mutex<()>,
 }
 
 impl LoraRuntime {
@@ -50,6 +54,7 @@ impl LoraRuntime {
             kernels: LoraKernels::new(backend, options.launch),
             parse: options.parse,
             counters: Counters::default(),
+            promoting: Mutex::new(()),
         })
     }
 
@@ -186,6 +191,24 @@ impl LoraRuntime {
     /// active adapter, [`BASE_SLOT`](lora_weights::BASE_SLOT) for the base model. `None` where there is no adapter to hold.
     pub fn lease(&self, request: i32) -> Option<SlotLease> {
         self.weights.lease(request)
+    }
+
+    /// Holds `adapter` for a request, from wherever it is: the resident adapter of its name, else this one, promoted into a cache slot
+    /// first. Threads that acquire adapters which are not resident promote one after the other, each name once.
+    ///
+    /// # Errors
+    /// As [`promote`](Self::promote). An error that [is busy](RuntimeError::is_busy) says nothing against the adapter.
+    pub fn acquire(&self, adapter: &Adapter) -> Result<SlotLease, RuntimeError> {
+        if let Some(lease) = self.weights.lease_named(adapter.name()) {
+            return Ok(lease);
+        }
+        let _promoting = self.promoting.lock();
+        loop {
+            if let Some(lease) = self.weights.lease_named(adapter.name()) {
+                return Ok(lease);
+            }
+            self.promote(adapter)?;
+        }
     }
 
     /// The prefix-cache key of what `request` is served with now.

@@ -60,6 +60,70 @@ fn promotion_evicts_and_every_verb_is_counted() {
 }
 
 #[test]
+fn acquire_finds_a_resident_adapter_promotes_another_and_says_when_to_wait() {
+    let runtime = runtime("llama_plain", RuntimeOptions::new(1, 16));
+    let (plain, rslora) = (
+        adapter(&runtime, "llama_plain"),
+        adapter(&runtime, "llama_rslora"),
+    );
+    let first = runtime.acquire(&plain).expect("a slot is empty");
+    let again = runtime.acquire(&plain).expect("it is resident");
+    assert_eq!(first.adapter_id(), again.adapter_id());
+    assert_eq!(runtime.metrics().promotions, 1);
+
+    let full = runtime.acquire(&rslora).expect_err("the slot is held");
+    assert!(full.is_busy(), "{full}");
+    drop((first, again));
+    let other = runtime.acquire(&rslora).expect("nobody holds the slot");
+    let name = other.adapter().map(|adapter| adapter.name().to_owned());
+    assert_eq!(name.as_deref(), Some("llama_rslora"));
+
+    drop(other);
+    let refused = runtime
+        .acquire(&adapter(&runtime, "bad_nan"))
+        .expect_err("holds a NaN");
+    assert!(!refused.is_busy(), "{refused}");
+}
+
+#[test]
+fn an_unloaded_adapter_serves_on_while_its_successor_is_acquired_under_its_name() {
+    let runtime = runtime("llama_plain", RuntimeOptions::new(2, 16));
+    let plain = adapter(&runtime, "llama_plain");
+    let running = runtime.acquire(&plain).expect("a slot is empty");
+    let unloaded = runtime.unload(0).expect("it is filled");
+    assert_eq!(unloaded, Unloaded::Draining { refs: 1 });
+    let next = runtime.acquire(&plain).expect("the other slot is empty");
+    assert_ne!(running.slot(), next.slot());
+    assert_ne!(
+        running.adapter_id(),
+        next.adapter_id(),
+        "cached prefixes are not shared"
+    );
+}
+
+#[test]
+fn threads_that_acquire_one_name_promote_it_once() {
+    let runtime = runtime("llama_plain", RuntimeOptions::new(4, 16));
+    let plain = adapter(&runtime, "llama_plain");
+    let ids: Vec<u64> = std::thread::scope(|scope| {
+        let acquire = || {
+            runtime
+                .acquire(&plain)
+                .expect("slots are empty")
+                .adapter_id()
+        };
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(acquire)).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, u64>| thread.join();
+        threads
+            .into_iter()
+            .map(|t| join(t).expect("no panic"))
+            .collect()
+    });
+    assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
+    assert_eq!(runtime.metrics().promotions, 1);
+}
+
+#[test]
 fn rotation_waits_for_the_old_active_slot_and_needs_permission() {
     let runtime = runtime("llama_plain", rotating());
     runtime

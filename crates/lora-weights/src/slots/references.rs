@@ -18,6 +18,17 @@ impl LoraWeights {
         Some(SlotLease::holding(Arc::clone(&self.shared), adapter))
     }
 
+    /// Holds the adapter of this name, found and held in one step: it cannot be evicted in between. `None`, having changed nothing, where
+    /// none that can be acquired has it.
+    pub fn lease_named(&self, name: &str) -> Option<SlotLease> {
+        let mut states = self.shared.states.lock();
+        let slot = states.slot_of(name)?;
+        // Slots are at most i32::MAX.
+        let adapter = states.acquire(slot as i32)?;
+        drop(states);
+        Some(SlotLease::holding(Arc::clone(&self.shared), adapter))
+    }
+
     /// [`lease`](Self::lease) for engines that keep numbers: adds a reference, stamps recency and returns the resolved
     /// slot, which is what [`release_slot`](Self::release_slot) takes even if `active` moves meanwhile. `-1`, having
     /// changed nothing, where there is no adapter to acquire; [`BASE_SLOT`] for the base model.
