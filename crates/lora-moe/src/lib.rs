@@ -80,7 +80,6 @@
 #![forbid(unsafe_code)]
 
 mod error;
-mod extension;
 mod fold;
 mod host_driven;
 mod route;
@@ -89,7 +88,6 @@ mod tables;
 pub mod testing;
 
 pub use error::MoeError;
-pub use extension::ExpertSlotTables;
 pub use fold::{ExpertFold, ExpertRows, apply_router_lora_rows};
 pub use host_driven::{
     ExpertWork, SortedExperts, apply_expert_lora_sorted, apply_router_lora, expert_delta_workitems,

@@ -3,8 +3,11 @@
 use crate::MoeError;
 use lora_kernels::{DeviceBuffer, ExpertSpace, KernelError, MAX_ENTRIES};
 use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair, LoraRoute, UploadCopy};
-use lora_weights::{ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout};
+use lora_weights::{
+    AdapterSlot, ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout, SlotExtension,
+};
 use parking_lot::Mutex;
+use std::error::Error;
 use std::sync::Arc;
 
 /// Bytes of an entry of each kind of table: addresses of A and B (u64), scale (f32), true rank (u32).
@@ -31,9 +34,11 @@ pub struct ExpertTablesSpec {
 }
 
 impl ExpertTablesSpec {
-    /// Tables for a pool; `None` where it has no expert region. `residents` beyond the pool's slots are not made.
-    pub fn of_layout(layout: &PoolLayout, residents: u32) -> Option<Self> {
+    /// Tables for a pool; `None` where it has no expert region. Without `residents` every slot can be one, up to [`MAX_ENTRIES`] in all.
+    pub fn of_layout(layout: &PoolLayout, residents: Option<u32>) -> Option<Self> {
         let experts = layout.experts()?;
+        let num_experts = u32::try_from(experts.num_experts()).ok()?;
+        let most = layout.slots().min(MAX_ENTRIES / num_experts.max(1));
         let mut projections = [(0, 0); 3];
         for proj in ExpertProj::ALL {
             let (n_out, k_in) = experts.dims(LoraTarget::Expert { n: 0, proj })?;
@@ -41,9 +46,9 @@ impl ExpertTablesSpec {
         }
         Some(Self {
             layers: experts.router_layers().to_vec(),
-            num_experts: u32::try_from(experts.num_experts()).ok()?,
+            num_experts,
             slots: layout.slots(),
-            residents: residents.min(layout.slots()),
+            residents: residents.unwrap_or(most),
             projections,
             max_rank: experts.max_rank(),
         })
@@ -105,8 +110,8 @@ struct Places {
 /// The expert tables of a pool, in one allocation at an address fixed for life: captured graphs stay valid while adapters come and go.
 ///
 /// Routes have `residents x num_experts` entries, experts of one adapter together. A slot takes a resident's place when an adapter with experts
-/// is [installed](Self::install), and gives it back when it is [removed](Self::remove); [`ExpertSlotTables`](crate::ExpertSlotTables) binds both to the slot's life. Both may be
-/// called from any thread, while no launch uses the slot; launches for other slots go on meanwhile.
+/// is [installed](Self::install), and gives it back when it is [removed](Self::remove). Both may be called from any thread, while no launch uses the slot;
+/// launches for other slots go on meanwhile. As a [`SlotExtension`] of every adapter of the pool, the tables follow the slots by themselves.
 #[derive(Debug)]
 pub struct ExpertTables {
     spec: ExpertTablesSpec,
@@ -344,6 +349,19 @@ impl ExpertTables {
 
     fn ptr(&self, offset: u64) -> DevicePtr {
         self.buffer.ptr().offset(offset)
+    }
+}
+
+/// The tables are allocated once for all slots: a slot's end frees none of their bytes.
+impl SlotExtension for ExpertTables {
+    fn install(&self, adapter: &AdapterSlot) -> Result<(), Box<dyn Error + Send + Sync>> {
+        Ok(self.install(adapter.slot(), adapter.experts())?)
+    }
+
+    fn uninstall(&self, slot: u32) {
+        if let Err(error) = self.remove(slot) {
+            tracing::error!(%error, slot, "expert entries could not be zeroed");
+        }
     }
 }
 

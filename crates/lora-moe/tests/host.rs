@@ -3,11 +3,10 @@
 use lora_kernels::host::HostBackend;
 use lora_kernels::testing::TestBackend;
 use lora_moe::testing::{all_folds_agree, router_folds_agree, tables_follow_their_slots};
-use lora_moe::{ExpertFold, ExpertSlotTables, ExpertTables, ExpertTablesSpec, MoeError};
+use lora_moe::{ExpertFold, ExpertTables, ExpertTablesSpec, MoeError};
 use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair};
-use lora_weights::{ExpertLoraLayer, ExpertProj, SlotExtension};
+use lora_weights::{ExpertLoraLayer, ExpertProj};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
 
 fn backend() -> TestBackend {
     Arc::new(HostBackend::new())
@@ -141,58 +140,4 @@ fn sizes_that_cannot_be_are_refused() {
     for spec in bad {
         assert!(matches!(spec.bytes(), Err(MoeError::BadTables { .. })));
     }
-}
-
-/// Counts installs less uninstalls, and refuses where asked to.
-#[derive(Default)]
-struct Counted {
-    balance: AtomicI32,
-    refuses: bool,
-}
-
-impl SlotExtension for Counted {
-    fn install(&self, _slot: u32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-        self.balance.fetch_add(1, Ordering::Relaxed);
-        if self.refuses {
-            return Err("refused".into());
-        }
-        Ok(())
-    }
-
-    fn uninstall(&self, _slot: u32) {
-        self.balance.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    fn device_bytes(&self) -> u64 {
-        7
-    }
-}
-
-#[test]
-fn a_second_extension_is_installed_and_uninstalled_with_the_experts() {
-    let tables = Arc::new(tables());
-    for refuses in [false, true] {
-        let counted = Arc::new(Counted {
-            refuses,
-            ..Counted::default()
-        });
-        let both = ExpertSlotTables::new(Arc::clone(&tables), &layers(1, 0, 8));
-        let both = both.and(counted.clone());
-        assert_eq!(both.device_bytes(), 7);
-        assert_eq!(both.install(2).is_err(), refuses);
-        assert_eq!(counted.balance.load(Ordering::Relaxed), 1);
-        both.uninstall(2);
-        assert_eq!(counted.balance.load(Ordering::Relaxed), 0);
-        assert!(tables.resident_slots().is_empty());
-    }
-}
-
-#[test]
-fn a_second_extension_is_left_alone_where_the_experts_do_not_fit() {
-    let counted = Arc::new(Counted::default());
-    let both = ExpertSlotTables::new(Arc::new(tables()), &layers(1, 4, 8));
-    let both = both.and(counted.clone());
-    assert!(both.install(2).is_err());
-    both.uninstall(2);
-    assert_eq!(counted.balance.load(Ordering::Relaxed), 0);
 }

@@ -1,7 +1,9 @@
 //! Which adapter each row of a step follows, on the device.
 
 use crate::{LoraRuntime, RuntimeError};
-use lora_kernels::{DeviceBuffer, LoraRows, RowGroups, RowGroupsSpec, RowSlots, Stream};
+use lora_kernels::{
+    DeviceBuffer, LoraRows, RowGroups, RowGroupsSpec, RowSlots, Stream, TokenAdapters,
+};
 use lora_weights::fill_seq_slot_host;
 
 /// The row map of a step and the groups of rows that share an adapter, in device buffers allocated once.
@@ -66,6 +68,15 @@ impl RoutedBatch {
     /// The rows as launches take them.
     pub fn rows(&self) -> LoraRows<'_> {
         LoraRows::Routed(&self.groups)
+    }
+
+    /// The slot of each row as it was last [routed](LoraRuntime::route) from the host, as expert folds take it. A map that is on the device already
+    /// serves them itself.
+    ///
+    /// # Errors
+    /// None in practice: the view is inside the buffer.
+    pub fn token_adapters(&self) -> Result<TokenAdapters<'_>, RuntimeError> {
+        Ok(self.seq_slot.token_adapters(self.rows.len())?)
     }
 
     /// The groups.

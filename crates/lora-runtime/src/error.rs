@@ -37,6 +37,11 @@ pub enum RuntimeError {
     /// Expert tables or an expert fold were refused.
     #[error(transparent)]
     Moe(#[from] MoeError),
+    /// Experts were to be folded without expert tables.
+    #[error(
+        "the pool has no room for experts: give it some by `PoolSpec::experts` (`experts = true` of `lora.toml`'s levers)"
+    )]
+    NoExpertTables,
     /// Deltas were to be installed on a layer that has no place for them.
     #[error(transparent)]
     Install(#[from] InstallError),

@@ -13,6 +13,7 @@ use lora_kernels::{
     Applied, GateUpOut, KernelError, LaunchContext, LoraAttnWeights, LoraFfnWeights, LoraRows,
     LoraSite, MatMut, MatRef, QkvOut, SiteKind,
 };
+use lora_moe::ExpertFold;
 use lora_weights::{ExpertLoraLayer, LoraModule};
 
 /// The output of a row-parallel projection after the tensor-parallel all-reduce, which is when its delta is added.
@@ -297,4 +298,6 @@ pub struct LoraMoeWeights {
     pub shared_gate: LoraSite,
     /// The active adapter's expert pairs.
     pub experts: ExpertLoraLayer,
+    /// Expert tables of all resident adapters, where the pool has room for experts.
+    pub fold: Option<ExpertFold>,
 }

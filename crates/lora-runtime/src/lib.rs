@@ -10,6 +10,7 @@ mod adapter;
 mod backend;
 mod batch;
 mod error;
+mod experts;
 mod layers;
 mod metrics;
 mod options;

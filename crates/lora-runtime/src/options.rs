@@ -10,6 +10,9 @@ use lora_weights::{ExpertLayout, ExpertPoolSpec, LoadPolicy, LoraModule, ModuleS
 pub struct RuntimeOptions {
     /// What the pool holds.
     pub pool: PoolSpec,
+    /// Adapters with experts that can be resident at once; as many as there are slots where `None`. The expert tables take 24 bytes for each, times
+    /// MoE layers, experts and three projections.
+    pub expert_residents: Option<u32>,
     /// Levers that touch launches.
     pub launch: LaunchOptions,
     /// What the caller asserts beside adapter configs.
@@ -21,6 +24,7 @@ impl RuntimeOptions {
     pub fn new(max_loras: u32, max_rank: u32) -> Self {
         Self {
             pool: PoolSpec::new(max_loras, max_rank),
+            expert_residents: None,
             launch: LaunchOptions::default(),
             parse: ParseOptions::default(),
         }
@@ -43,6 +47,7 @@ impl RuntimeOptions {
                 policy: load_policy(levers),
                 ..PoolSpec::new(config.max_loras, config.max_rank)
             },
+            expert_residents: None,
             launch: launch_options(levers),
             parse: ParseOptions::default(),
         })

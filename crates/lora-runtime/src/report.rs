@@ -11,6 +11,8 @@ pub struct RuntimeReport {
     pub pool: PoolBytes,
     /// Free and all units of the expert region.
     pub expert_units: (u64, u64),
+    /// Bytes of the expert tables.
+    pub expert_tables: u64,
     /// The active slot.
     pub active: Option<u32>,
     /// Filled slots, ascending.
@@ -54,6 +56,7 @@ impl LoraRuntime {
         RuntimeReport {
             pool: self.weights().layout().bytes(),
             expert_units: self.weights().expert_units(),
+            expert_tables: self.expert_tables().map_or(0, |tables| tables.bytes()),
             active: self.weights().active_slot(),
             adapters: slots.filter_map(|slot| self.resident(slot)).collect(),
         }

@@ -7,10 +7,11 @@ use lora_config::{BackendKind, ModelSpec, ParseOptions, RuntimeConfig};
 use lora_kernels::{
     DeviceBuffer, LaunchContext, LoraBackend, LoraKernels, RowSlots, Scratch, ScratchSpec, Stream,
 };
+use lora_moe::{ExpertTables, ExpertTablesSpec};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
-    AdapterSlot, AuditReport, LoraWeights, PoolSpec, SlotLease, SlotTarget, Unloaded, WeightsError,
-    select_victim_slot,
+    AdapterSlot, AuditReport, LoraAdapterInput, LoraWeights, PoolSpec, SlotLease, SlotTarget,
+    Unloaded, WeightsError, select_victim_slot,
 };
 use parking_lot::Mutex;
 use std::path::Path;
@@ -31,6 +32,7 @@ use std::sync::Arc;
 pub struct LoraRuntime {
     kernels: LoraKernels,
     weights: LoraWeights,
+    experts: Option<Arc<ExpertTables>>,
     parse: ParseOptions,
     counters: Counters,
     /// Held while [`acquire`](Self::acquire) promotes.
@@ -38,19 +40,24 @@ pub struct LoraRuntime {
 }
 
 impl LoraRuntime {
-    /// Allocates the pool of `model` on `backend`, all slots placeholders.
+    /// Allocates the pool of `model` on `backend`, all slots placeholders, and expert tables where it has room for experts.
     ///
     /// # Errors
-    /// As [`LoraWeights::new`].
+    /// As [`LoraWeights::new`] and [`ExpertTables::new`].
     pub fn new(
         backend: Arc<dyn LoraBackend>,
         model: ModelSpec,
         options: RuntimeOptions,
     ) -> Result<Self, RuntimeError> {
         let _span = tracing::info_span!("lora_build", max_loras = options.pool.max_loras).entered();
-        let memory = Arc::clone(&backend) as Arc<_>;
+        let memory: Arc<dyn DeviceMemory> = Arc::clone(&backend) as Arc<_>;
+        let weights = LoraWeights::new(Arc::clone(&memory), model, options.pool)?;
+        let experts = ExpertTablesSpec::of_layout(weights.layout(), options.expert_residents)
+            .map(|spec| ExpertTables::new(memory, spec))
+            .transpose()?;
         Ok(Self {
-            weights: LoraWeights::new(memory, model, options.pool)?,
+            weights,
+            experts: experts.map(Arc::new),
             kernels: LoraKernels::new(backend, options.launch),
             parse: options.parse,
             counters: Counters::default(),
@@ -128,7 +135,10 @@ impl LoraRuntime {
         &self,
         adapters: impl IntoIterator<Item = &'a Adapter>,
     ) -> Result<Vec<Arc<AdapterSlot>>, RuntimeError> {
-        let inputs: Vec<_> = adapters.into_iter().map(Adapter::input).collect();
+        let inputs: Vec<_> = adapters
+            .into_iter()
+            .map(|adapter| self.input(adapter))
+            .collect();
         let loaded = self
             .weights
             .load(&inputs)
@@ -270,6 +280,11 @@ impl LoraRuntime {
         Ok(DeviceBuffer::from_slice(self.memory(), values)?)
     }
 
+    /// The expert tables, which follow the slots by themselves; `None` where the pool has no room for experts.
+    pub fn expert_tables(&self) -> Option<&ExpertTables> {
+        self.experts.as_deref()
+    }
+
     /// The backend as memory alone.
     pub(crate) fn memory(&self) -> Arc<dyn DeviceMemory> {
         Arc::clone(self.kernels.backend()) as Arc<_>
@@ -297,7 +312,7 @@ impl LoraRuntime {
     ) -> Result<Arc<AdapterSlot>, RuntimeError> {
         let staged = self
             .weights
-            .stage(&adapter.input())
+            .stage(&self.input(adapter))
             .map_err(|error| self.refused(error))?;
         let bytes = staged.image_bytes() as u64;
         let residents = self.weights.adapter_names();
@@ -314,6 +329,15 @@ impl LoraRuntime {
         self.counters.loads.add(1);
         self.counters.bytes.add(bytes);
         Ok(slot)
+    }
+
+    /// The adapter with what its slot will own beside its pairs: the one place that attaches extensions.
+    fn input<'a>(&self, adapter: &'a Adapter) -> LoraAdapterInput<'a> {
+        let input = adapter.input();
+        match &self.experts {
+            Some(tables) => input.with_extension(Arc::clone(tables) as Arc<_>),
+            None => input,
+        }
     }
 
     /// Counts a refusal on its way out.

@@ -56,31 +56,6 @@ impl LoraRuntime {
         Ok(apply_lora_bgmv(ctx, kind, x, batch.groups(), &mut routed)?)
     }
 
-    /// Adds to every row of `out`, the router logits before top-k, the delta of the row's own adapter. Returns without a
-    /// launch where the layer is not MoE or the pool has no room for experts.
-    ///
-    /// # Errors
-    /// As [`apply_lora_bgmv`].
-    pub fn apply_router(
-        &self,
-        ctx: &mut LaunchContext<'_>,
-        batch: &RoutedBatch,
-        layer: usize,
-        x: MatRef<'_>,
-        out: MatMut<'_>,
-    ) -> Result<Applied, RuntimeError> {
-        let Some(route) = self.weights().router_route(layer) else {
-            return Ok(Applied::Empty);
-        };
-        Ok(apply_lora_bgmv(
-            ctx,
-            SiteKind::Router,
-            x,
-            batch.groups(),
-            &mut [RouteSite { route, out }],
-        )?)
-    }
-
     /// Adds one pair's delta to every row of `out`: for rows that are known to share an adapter, such as those of one expert
     /// that one adapter's requests were routed to. Returns without a launch where there is no pair.
     ///
@@ -176,6 +151,7 @@ impl LoraRuntime {
             },
             shared_gate: site(LoraModule::SharedExpertGate),
             experts: experts.unwrap_or_default(),
+            fold: self.expert_fold(layer).ok(),
         }
     }
 

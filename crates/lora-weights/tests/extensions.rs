@@ -5,8 +5,8 @@ mod common;
 use common::{GIB, Recorder, TestMemory, World, assert_placeholder, pool, tiny_model};
 use lora_config::{AdapterConfig, parse_peft_adapter_config};
 use lora_weights::{
-    AdapterStore, LoraAdapterInput, LoraWeights, MemoryTensor, ModuleSet, SlotExtension,
-    SlotTarget, WeightsError,
+    AdapterSlot, AdapterStore, LoraAdapterInput, LoraWeights, MemoryTensor, ModuleSet,
+    SlotExtension, SlotTarget, Unloaded, WeightsError,
 };
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -53,22 +53,116 @@ fn an_extension_lives_and_dies_with_its_slot() {
     assert!(log.lock().is_empty(), "installed at commit");
     begun.commit().unwrap();
     assert_eq!(*log.lock(), ["first install 3"]);
-    assert_eq!(weights.extension(3).unwrap().device_bytes(), 7);
+    assert_eq!(weights.extensions(3).len(), 1);
 
-    // Replaced in place, then gone with a swap.
-    let generation = weights.adapter(3).unwrap().generation();
-    let (second, later) = Recorder::new("second", false);
-    weights.attach_extension(3, generation, second).unwrap();
+    weights.swap(3, &resident[1].named("e")).unwrap();
     assert_eq!(
         *log.lock(),
         ["first install 3", "first uninstall 3", "first drop"]
     );
-    weights.swap(3, &resident[1].named("e")).unwrap();
-    assert_eq!(
-        *later.lock(),
-        ["second install 3", "second uninstall 3", "second drop"]
-    );
-    assert!(weights.extension(3).is_none());
+    assert!(weights.extensions(3).is_empty());
+}
+
+/// Recorders of these names, all writing into one log.
+fn recorders<const N: usize>(
+    names: [&'static str; N],
+    failing: &str,
+) -> ([Arc<Recorder>; N], Arc<Mutex<Vec<String>>>) {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let recorder = |name| Recorder {
+        name,
+        log: Arc::clone(&log),
+        fails: name == failing,
+    };
+    (names.map(|name| Arc::new(recorder(name))), log)
+}
+
+#[test]
+fn extensions_are_installed_in_order_and_uninstalled_in_reverse() {
+    let world = World::new();
+    let World { weights, fresh, .. } = &world;
+    let ([given, attached, late], log) = recorders(["given", "attached", "late"], "");
+    let input = fresh.input().with_extension(given);
+    let mut begun = weights
+        .stage(&input)
+        .unwrap()
+        .begin(SlotTarget::Slot(3))
+        .unwrap();
+    begun.attach(attached);
+    let generation = begun.commit().unwrap().generation();
+    weights.attach_extension(3, generation, late).unwrap();
+    drop(input);
+    let installed = ["given install 3", "attached install 3", "late install 3"];
+    assert_eq!(*log.lock(), installed);
+    assert_eq!(weights.extensions(3).len(), 3);
+
+    log.lock().clear();
+    let Unloaded::Freed(freed) = weights.unload(3).unwrap() else {
+        panic!("nobody holds it");
+    };
+    assert_eq!(freed.extension_bytes, 3 * 7);
+    let gone = [
+        "late uninstall 3",
+        "late drop",
+        "attached uninstall 3",
+        "attached drop",
+        "given uninstall 3",
+        "given drop",
+    ];
+    assert_eq!(*log.lock(), gone);
+}
+
+#[test]
+fn what_was_installed_before_a_failing_extension_is_uninstalled_and_nothing_after_it() {
+    let world = World::new();
+    let World {
+        memory,
+        weights,
+        fresh,
+        ..
+    } = &world;
+    let ([first, second, third], log) = recorders(["first", "second", "third"], "second");
+    let input = fresh.input().with_extension(first);
+    let mut begun = weights
+        .stage(&input)
+        .unwrap()
+        .begin(SlotTarget::Slot(1))
+        .unwrap();
+    drop(input);
+    begun.attach(second);
+    begun.attach(third);
+    assert!(matches!(
+        begun.commit(),
+        Err(WeightsError::Extension { slot: 1, .. })
+    ));
+    assert_placeholder(weights, memory, 1);
+    let died = [
+        "first install 1",
+        "second install 1",
+        "third drop",
+        "second uninstall 1",
+        "second drop",
+        "first uninstall 1",
+        "first drop",
+    ];
+    assert_eq!(*log.lock(), died);
+}
+
+#[test]
+fn an_extension_that_applies_no_vocabulary_rows_does_not_make_an_adapter_whole() {
+    let mut spec = pool(2);
+    spec.policy.overlays = true;
+    let weights = LoraWeights::new(TestMemory::new(GIB), tiny_model(), spec).unwrap();
+    let tokens = Tokens::new();
+    let (tables, log) = Recorder::new("tables", false);
+    let input = tokens.input().with_extension(tables);
+    assert!(matches!(
+        weights.promote(&input),
+        Err(WeightsError::OverlayWithoutExtension { .. })
+    ));
+    assert!(log.lock().is_empty(), "refused before any write");
+    let (overlay, _) = Recorder::new("overlay", false);
+    weights.promote(&input.with_extension(overlay)).unwrap();
 }
 
 #[test]
@@ -172,13 +266,10 @@ fn an_adapter_with_vocabulary_rows_needs_the_extension_that_applies_them() {
 fn an_extension_that_panics_leaves_a_placeholder() {
     struct Panics;
     impl SlotExtension for Panics {
-        fn install(&self, _: u32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        fn install(&self, _: &AdapterSlot) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
             panic!("no room");
         }
         fn uninstall(&self, _: u32) {}
-        fn device_bytes(&self) -> u64 {
-            0
-        }
     }
     let world = World::new();
     let input = world.fresh.input().with_extension(Arc::new(Panics));

@@ -10,7 +10,6 @@ use lora_runtime::config::{Levers, ModelSpec};
 use lora_runtime::kernels::{
     DeviceBuffer, ExpertRouting, LaunchContext, LoraBackend, MatMut, MatRef, Scratch, Stream,
 };
-use lora_runtime::moe::{ExpertFold, ExpertRows, ExpertTables, ExpertTablesSpec};
 use lora_runtime::weights::{BASE_SLOT, ExpertProj, LoraTarget};
 use lora_runtime::{LoraRuntime, ModuleOut, RuntimeError, RuntimeOptions};
 use std::collections::BTreeMap;
@@ -192,8 +191,6 @@ fn worst_of<'a>(
 /// The adapters of all cases in one pool.
 struct Pool {
     runtime: LoraRuntime,
-    /// What folds of experts read.
-    experts: Option<ExpertTables>,
     /// Slot of each case.
     slots: Vec<Option<u32>>,
     most_rows: u32,
@@ -223,7 +220,6 @@ impl Pool {
             sites.map(|site| site.x.shape().0).max().unwrap_or(0) * (loading.len() + 1);
         let most_rows = u32::try_from(most).unwrap_or(u32::MAX).max(1);
         Ok(Some(Self {
-            experts: expert_tables(&runtime)?,
             runtime,
             slots,
             most_rows,
@@ -275,9 +271,11 @@ impl Pool {
         let requests: Vec<i32> = batch.rows.iter().map(|row| self.request(row)).collect();
         let out = batch.out.mat_mut(count, n_out, n_out)?;
         if let LoraTarget::Expert { n, proj } = target {
-            return self.experts.as_ref().map_or(Ok(()), |tables| {
-                fold_expert(&mut ctx, tables, (layer, n, proj), &requests, (x, out))
-            });
+            if self.runtime.expert_tables().is_none() {
+                return Ok(());
+            }
+            let place = (layer, n, proj);
+            return fold_expert(&self.runtime, &mut ctx, place, &requests, (x, out));
         }
         let mut routed = self.runtime.batch(self.most_rows)?;
         self.runtime
@@ -302,24 +300,10 @@ impl Pool {
     }
 }
 
-/// The tables of a pool with everything in it that adapts experts; `None` without an expert region.
-fn expert_tables(runtime: &LoraRuntime) -> Result<Option<ExpertTables>, RuntimeError> {
-    let weights = runtime.weights();
-    let slots = weights.layout().slots();
-    let Some(spec) = ExpertTablesSpec::of_layout(weights.layout(), slots) else {
-        return Ok(None);
-    };
-    let tables = ExpertTables::new(runtime.kernels().backend().clone(), spec)?;
-    for adapter in (0..slots).filter_map(|slot| weights.adapter(slot)) {
-        tables.install(adapter.slot(), adapter.experts())?;
-    }
-    Ok(Some(tables))
-}
-
 /// Folds rows that a router sent to one expert, top-1 and unsorted, each with the adapter that its request names.
 fn fold_expert(
+    runtime: &LoraRuntime,
     ctx: &mut LaunchContext<'_>,
-    tables: &ExpertTables,
     (layer, expert, proj): (usize, usize, ExpertProj),
     requests: &[i32],
     (x, out): (MatRef<'_>, MatMut<'_>),
@@ -333,12 +317,14 @@ fn fold_expert(
         experts: chosen.expert_ids(count)?,
         top_k: NonZeroU32::MIN,
     };
-    let max_rows = u32::try_from(count).unwrap_or(u32::MAX);
-    let small_max = ctx.kernels.options().gemv_max_m;
-    let mut rows = ExpertRows::new(backend.clone(), tables, max_rows, small_max)?;
-    let queue = (&**backend, ctx.stream);
-    rows.build(queue, tables, routing, adapters.token_adapters(count)?)?;
-    let fold = ExpertFold::new(tables, layer)?;
+    let mut rows = runtime.expert_rows(u32::try_from(count).unwrap_or(u32::MAX))?;
+    runtime.route_experts(
+        &mut rows,
+        ctx.stream,
+        routing,
+        adapters.token_adapters(count)?,
+    )?;
+    let fold = runtime.expert_fold(layer)?;
     let _ = fold.apply_projection(ctx, &rows, proj, routing.token_x(x), out)?;
     // Before the buffers of this step go.
     backend.synchronize(ctx.stream)?;

@@ -1,10 +1,10 @@
 //! What a filled slot holds.
 
+use super::extensions::Extensions;
 use super::units::UnitRuns;
 use crate::device::LoraPair;
 use crate::{AuditReport, ExpertLoraLayer, LoraLayerWeights, LoraModule, adapter_id_hash};
 use lora_config::AdapterConfig;
-use std::any::Any;
 use std::sync::Arc;
 
 /// One adapter in one slot: immutable from the commit that made it visible until the slot is written again.
@@ -72,32 +72,12 @@ impl AdapterSlot {
     }
 }
 
-/// What a slot owns beside pool and expert units: a token overlay, expert tables. Made by the layer above and bound to
-/// the slot's life: installed when the slot's transaction commits, uninstalled and dropped when the slot is written
-/// again, unloaded, or its transaction fails.
-pub trait SlotExtension: Any + Send + Sync {
-    /// Makes the extension reachable from the device: writes `slot`'s entries of tables that it shares with other slots.
-    /// Called once, after the slot's own tables are written and before any request can acquire the slot. An error
-    /// fails the transaction.
-    ///
-    /// # Errors
-    /// The implementation's own.
-    fn install(&self, slot: u32) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
-
-    /// Undoes [`install`](Self::install): zeroes `slot`'s entries. Called once after an install, whether it succeeded or
-    /// not, when no request holds the slot and before any other contents of the slot are written.
-    fn uninstall(&self, slot: u32);
-
-    /// Device bytes it holds, for reports.
-    fn device_bytes(&self) -> u64;
-}
-
 /// All that a slot owns while it is filled.
 #[derive(Clone)]
 pub(super) struct Contents {
     pub(super) adapter: Arc<AdapterSlot>,
     pub(super) units: UnitRuns,
-    pub(super) extension: Option<Arc<dyn SlotExtension>>,
+    pub(super) extensions: Extensions,
 }
 
 impl std::fmt::Debug for Contents {

@@ -1,5 +1,6 @@
 //! The verbs that bring adapters in.
 
+use super::extensions::Extensions;
 use super::shared::Shared;
 use super::state::UnloadStep;
 use super::{AdapterSlot, LoraWeights, SlotExtension, SlotTarget, StagedAdapter};
@@ -22,12 +23,12 @@ pub struct LoraAdapterInput<'a> {
     pub pinned: bool,
     /// What [`LoraWeights::audit`] of the same pool said of the same store; audited again where `None`.
     pub report: Option<&'a AuditReport>,
-    /// What the slot will own beside its pairs. An adapter with vocabulary rows needs one, or they would be lost.
-    pub extension: Option<Arc<dyn SlotExtension>>,
+    /// What the slot will own beside its pairs.
+    extensions: Extensions,
 }
 
 impl<'a> LoraAdapterInput<'a> {
-    /// A pinned adapter, not audited yet, without extension.
+    /// A pinned adapter, not audited yet, without extensions.
     pub fn new(name: &'a str, store: &'a AdapterStore, config: &'a AdapterConfig) -> Self {
         Self {
             name,
@@ -35,7 +36,7 @@ impl<'a> LoraAdapterInput<'a> {
             config,
             pinned: true,
             report: None,
-            extension: None,
+            extensions: Extensions::default(),
         }
     }
 
@@ -53,10 +54,11 @@ impl<'a> LoraAdapterInput<'a> {
         self
     }
 
-    /// With an extension.
+    /// With an extension more, installed after those given before. An adapter with vocabulary rows needs one that
+    /// [applies them](SlotExtension::applies_overlays).
     #[must_use]
     pub fn with_extension(mut self, extension: Arc<dyn SlotExtension>) -> Self {
-        self.extension = Some(extension);
+        self.extensions.attach(extension);
         self
     }
 }
@@ -153,7 +155,7 @@ impl LoraWeights {
             report: Arc::new(report),
             image_bytes,
             staging,
-            extension: adapter.extension.clone(),
+            extensions: adapter.extensions.clone(),
         })
     }
 
@@ -168,7 +170,7 @@ impl LoraWeights {
         target: SlotTarget,
         staged: StagedAdapter,
     ) -> Result<Arc<AdapterSlot>, WeightsError> {
-        staged.check_extension()?;
+        staged.check_overlays()?;
         staged.begin(target)?.commit()
     }
 
@@ -193,7 +195,7 @@ impl LoraWeights {
         let mut loaded = Vec::with_capacity(adapters.len());
         for (slot, (adapter, report)) in (0u32..).zip(adapters.iter().zip(reports)) {
             let filled = self.pack(adapter, report).and_then(|staged| {
-                staged.check_extension()?;
+                staged.check_overlays()?;
                 staged.begin_startup(slot, adapter.pinned)?.commit()
             });
             match filled {

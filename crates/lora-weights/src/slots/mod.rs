@@ -1,6 +1,7 @@
 //! Adapters in slots: load, promote, swap, rotate, unload, and the references that requests hold.
 
 mod adapter;
+mod extensions;
 mod lease;
 mod load;
 mod lookup;
@@ -15,7 +16,8 @@ mod units;
 mod upkeep;
 mod victim;
 
-pub use adapter::{AdapterSlot, SlotExtension};
+pub use adapter::AdapterSlot;
+pub use extensions::SlotExtension;
 pub use lease::SlotLease;
 pub use load::{LoraAdapterInput, load_lora_adapters_generic, load_lora_adapters_multi};
 pub use staged::{BeginError, StagedAdapter};
@@ -42,7 +44,7 @@ pub struct FreedSlot {
     pub slot_bytes: u64,
     /// Bytes given back to the expert region.
     pub expert_bytes: u64,
-    /// Device bytes of its extension.
+    /// Device bytes of its extensions.
     pub extension_bytes: u64,
 }
 

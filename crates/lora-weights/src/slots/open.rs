@@ -1,6 +1,7 @@
 //! A slot between two contents.
 
-use super::adapter::{AdapterSlot, Contents, SlotExtension};
+use super::adapter::{AdapterSlot, Contents};
+use super::extensions::Extensions;
 use super::shared::Shared;
 use super::units::UnitRuns;
 use crate::device::MemoryError;
@@ -8,15 +9,14 @@ use crate::{UploadStage, WeightsError};
 use std::sync::Arc;
 
 /// A reserved slot. Unless it is closed into new contents it becomes a placeholder when dropped, whatever happened in
-/// between: its table entries zeroed, its extension uninstalled, its units free.
+/// between: its table entries zeroed, its extensions uninstalled, its units free.
 pub(super) struct OpenSlot {
     pub(super) shared: Arc<Shared>,
     pub(super) slot: u32,
     pub(super) units: UnitRuns,
-    pub(super) extension: Option<Arc<dyn SlotExtension>>,
+    pub(super) extensions: Extensions,
     /// The slot's table entries are known to be zero.
     pub(super) tables_are_zero: bool,
-    installed: bool,
     open: bool,
 }
 
@@ -31,21 +31,16 @@ impl OpenSlot {
             shared,
             slot,
             units,
-            extension: None,
+            extensions: Extensions::default(),
             tables_are_zero,
-            installed: false,
             open: true,
         }
     }
 
-    /// Makes the extension reachable.
-    pub(super) fn install(&mut self) -> Result<(), WeightsError> {
-        let Some(extension) = self.extension.clone() else {
-            return Ok(());
-        };
-        self.installed = true;
+    /// Makes the extensions reachable.
+    pub(super) fn install(&mut self, adapter: &AdapterSlot) -> Result<(), WeightsError> {
         let slot = self.slot;
-        extension.install(slot).map_err(|source| {
+        self.extensions.install(adapter).map_err(|source| {
             self.vacate();
             tracing::warn!(slot, error = %source, "slot extension failed to install");
             WeightsError::Extension { slot, source }
@@ -70,17 +65,13 @@ impl OpenSlot {
         Contents {
             adapter,
             units: std::mem::take(&mut self.units),
-            extension: self.extension.take(),
+            extensions: std::mem::take(&mut self.extensions),
         }
     }
 
     fn vacate(&mut self) {
         self.open = false;
-        if let Some(extension) = self.extension.take()
-            && self.installed
-        {
-            extension.uninstall(self.slot);
-        }
+        self.extensions.uninstall(self.slot);
         let stale = !self.tables_are_zero && self.shared.clear_tables(self.slot).is_err();
         let units = std::mem::take(&mut self.units);
         self.shared.states.lock().vacate(self.slot, units, stale);

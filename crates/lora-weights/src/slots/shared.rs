@@ -159,7 +159,7 @@ impl Shared {
         let Contents {
             adapter,
             units,
-            extension,
+            mut extensions,
         } = contents;
         let slot = adapter.slot;
         let bytes = self.layout.bytes();
@@ -169,12 +169,10 @@ impl Shared {
             generation: adapter.generation,
             slot_bytes: bytes.slot,
             expert_bytes: units.len() * bytes.expert_unit,
-            extension_bytes: extension.as_ref().map_or(0, |e| e.device_bytes()),
+            extension_bytes: extensions.device_bytes(),
         };
         let cleared = self.clear_tables(slot);
-        if let Some(extension) = extension {
-            extension.uninstall(slot);
-        }
+        extensions.uninstall(slot);
         self.states.lock().vacate(slot, units, cleared.is_err());
         tracing::info!(slot, adapter = %freed.name, generation = freed.generation, "adapter unloaded");
         cleared.map(|()| freed)

@@ -1,6 +1,7 @@
 //! An adapter in host memory, ready for any slot.
 
-use super::adapter::{AdapterSlot, SlotExtension};
+use super::adapter::AdapterSlot;
+use super::extensions::Extensions;
 use super::open::OpenSlot;
 use super::shared::Shared;
 use super::state::{Reservation, SlotTarget};
@@ -22,7 +23,7 @@ pub struct StagedAdapter {
     /// Bytes of the image; the table entries follow it in the buffer.
     pub(super) image_bytes: usize,
     pub(super) staging: Box<dyn StagingBuffer>,
-    pub(super) extension: Option<Arc<dyn SlotExtension>>,
+    pub(super) extensions: Extensions,
 }
 
 /// A refusal to begin, with the staged adapter where it can be tried again.
@@ -68,7 +69,7 @@ impl StagedAdapter {
     }
 
     /// Reserves a slot and starts the upload. From here on the slot's former adapter is gone: its table entries are
-    /// zeroed and its extension dropped before the first byte of the slot is written.
+    /// zeroed and its extensions dropped before the first byte of the slot is written.
     ///
     /// # Errors
     /// Having changed nothing: [`WeightsError::SlotOutOfRange`], [`SlotBusy`](WeightsError::SlotBusy),
@@ -96,9 +97,9 @@ impl StagedAdapter {
     }
 
     /// Vocabulary rows need an extension that applies them.
-    pub(super) fn check_extension(&self) -> Result<(), WeightsError> {
+    pub(super) fn check_overlays(&self) -> Result<(), WeightsError> {
         let tensors = self.report.overlays.len();
-        if tensors == 0 || self.extension.is_some() {
+        if tensors == 0 || self.extensions.apply_overlays() {
             return Ok(());
         }
         Err(WeightsError::OverlayWithoutExtension {
@@ -130,11 +131,11 @@ impl StagedAdapter {
             reserved.units,
             !reserved.clear_tables,
         );
-        if let Some(former) = reserved.former.and_then(|contents| contents.extension) {
-            former.uninstall(slot);
+        if let Some(mut former) = reserved.former {
+            former.extensions.uninstall(slot);
         }
         let adapter = self.adapter(slot, reserved.generation, &open.units)?;
-        open.extension = self.extension;
+        open.extensions = self.extensions;
         let mut staging = self.staging;
         if reserved.clear_tables {
             staging = shared

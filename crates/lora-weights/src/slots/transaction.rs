@@ -1,7 +1,8 @@
 //! New contents for a slot, in three steps that the engine paces: stage (audit and pack, the device untouched), begin
 //! (reserve the slot, start the upload), commit (tables, then everything visible at once).
 
-use super::adapter::{AdapterSlot, SlotExtension};
+use super::adapter::AdapterSlot;
+use super::extensions::SlotExtension;
 use super::open::OpenSlot;
 use crate::device::{Completion, MemoryError, StagingBuffer};
 use crate::{UploadStage, WeightsError};
@@ -37,9 +38,9 @@ impl SlotTransaction {
         &self.adapter
     }
 
-    /// Gives the slot an extension, in place of one given before; it is installed by [`commit`](Self::commit).
+    /// Gives the slot an extension more, which [`commit`](Self::commit) installs after those given before.
     pub fn attach(&mut self, extension: Arc<dyn SlotExtension>) {
-        self.open.extension = Some(extension);
+        self.open.extensions.attach(extension);
     }
 
     /// True once the image has landed, so that [`commit`](Self::commit) waits for nothing but its small table writes.
@@ -83,7 +84,7 @@ impl SlotTransaction {
         })
     }
 
-    /// Waits for the image, writes the slot's table entries, installs the extension and makes name, config, pairs and
+    /// Waits for the image, writes the slot's table entries, installs the extensions and makes name, config, pairs and
     /// generation visible, all at once.
     ///
     /// # Errors
@@ -99,7 +100,7 @@ impl SlotTransaction {
             overlay_tensors,
             pin,
         } = self.wait()?;
-        if overlay_tensors > 0 && open.extension.is_none() {
+        if overlay_tensors > 0 && !open.extensions.apply_overlays() {
             return Err(WeightsError::OverlayWithoutExtension {
                 adapter: adapter.name.clone(),
                 tensors: overlay_tensors,
@@ -116,7 +117,7 @@ impl SlotTransaction {
             .write_tables(slot, shared.table_pairs(&adapter), staging, image_bytes)
             .map_err(|source| open.fail(UploadStage::Tables, source))?;
         shared.staging.put(staging);
-        open.install()?;
+        open.install(&adapter)?;
         let contents = open.close(Arc::clone(&adapter));
         let mut states = shared.states.lock();
         states.publish(contents);

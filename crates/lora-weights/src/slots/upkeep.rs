@@ -21,7 +21,7 @@ impl LoraWeights {
     }
 
     /// Makes a slot a placeholder: at once where no request holds it, else when the last reference is given back. Its
-    /// table entries, expert units and extension are freed; the slot becomes an ordinary cache slot.
+    /// table entries, expert units and extensions are freed; the slot becomes an ordinary cache slot.
     ///
     /// # Errors
     /// [`WeightsError::SlotOutOfRange`], [`SlotEmpty`](WeightsError::SlotEmpty),
@@ -88,12 +88,13 @@ impl LoraWeights {
         }
     }
 
-    /// The extension of the adapter in `slot`. A clone kept past the slot's life delays the drop, not the uninstall.
-    pub fn extension(&self, slot: u32) -> Option<Arc<dyn SlotExtension>> {
-        self.shared.states.lock().extension(slot)
+    /// The extensions of the adapter in `slot`, in the order in which they were installed. A clone kept past the slot's life
+    /// delays the drop, not the uninstall.
+    pub fn extensions(&self, slot: u32) -> Vec<Arc<dyn SlotExtension>> {
+        self.shared.states.lock().extensions(slot)
     }
 
-    /// Gives the adapter in a filled slot an extension, or another one: for overlays that can be built only once the
+    /// Gives the adapter in a filled slot an extension more, installed after those it has: for overlays that can be built only once the
     /// served tables are known. New contents take theirs through [`SlotTransaction::attach`](crate::SlotTransaction::attach).
     ///
     /// # Errors
@@ -119,12 +120,9 @@ impl LoraWeights {
             });
         }
         drop(states);
-        if let Some(former) = contents.extension.take() {
-            former.uninstall(slot);
-        }
-        let installed = extension.install(slot);
-        contents.extension = Some(extension);
-        match installed {
+        contents.extensions.attach(extension);
+        let adapter = Arc::clone(&contents.adapter);
+        match contents.extensions.install(&adapter) {
             Ok(()) => {
                 self.shared.states.lock().restore(contents);
                 Ok(())

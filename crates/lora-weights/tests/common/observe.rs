@@ -1,6 +1,8 @@
 use super::memory::TestMemory;
 use lora_weights::device::LoraRoute;
-use lora_weights::{LoraWeights, PackSource, SlotExtension, image_bytes, pack_adapter};
+use lora_weights::{
+    AdapterSlot, LoraWeights, PackSource, SlotExtension, image_bytes, pack_adapter,
+};
 use parking_lot::Mutex;
 use std::error::Error;
 use std::sync::Arc;
@@ -70,7 +72,7 @@ pub fn assert_placeholder(weights: &LoraWeights, memory: &TestMemory, slot: u32)
     assert_eq!(weights.acquire_slot(slot as i32), -1);
     assert_eq!(weights.slot_ref_count(slot), Some(0));
     assert_eq!(weights.adapter_id_for_slot(slot as i32), 0);
-    assert!(weights.extension(slot).is_none());
+    assert!(weights.extensions(slot).is_empty());
     assert!(SlotBytes::read(weights, memory, slot).tables_are_zero());
 }
 
@@ -134,7 +136,7 @@ fn bf16_zero() -> half::bf16 {
     half::bf16::ZERO
 }
 
-/// An extension that writes down what becomes of it.
+/// An extension that writes down what becomes of it. One named `overlay` says that it applies vocabulary rows.
 pub struct Recorder {
     pub name: &'static str,
     pub log: Arc<Mutex<Vec<String>>>,
@@ -159,8 +161,8 @@ impl Recorder {
 }
 
 impl SlotExtension for Recorder {
-    fn install(&self, slot: u32) -> Result<(), Box<dyn Error + Send + Sync>> {
-        self.note(&format!("install {slot}"));
+    fn install(&self, adapter: &AdapterSlot) -> Result<(), Box<dyn Error + Send + Sync>> {
+        self.note(&format!("install {}", adapter.slot()));
         if self.fails {
             return Err("no room".into());
         }
@@ -173,6 +175,10 @@ impl SlotExtension for Recorder {
 
     fn device_bytes(&self) -> u64 {
         7
+    }
+
+    fn applies_overlays(&self) -> bool {
+        self.name == "overlay"
     }
 }
 

@@ -8,7 +8,8 @@ mod writing;
 pub(super) use holding::{ReleaseStep, UnloadStep};
 pub(super) use writing::Reservation;
 
-use super::adapter::{AdapterSlot, Contents, SlotExtension};
+use super::adapter::{AdapterSlot, Contents};
+use super::extensions::SlotExtension;
 use super::units::UnitAllocator;
 use super::victim::{Occupancy, SlotView, select_victim_slot};
 use crate::{SlotSpace, VictimError, WeightsError};
@@ -99,10 +100,10 @@ impl SlotStates {
         }
     }
 
-    pub(in crate::slots) fn extension(&self, slot: u32) -> Option<Arc<dyn SlotExtension>> {
-        match &self.entries.get(slot as usize)?.phase {
-            Phase::Filled(contents) => contents.extension.clone(),
-            _ => None,
+    pub(in crate::slots) fn extensions(&self, slot: u32) -> Vec<Arc<dyn SlotExtension>> {
+        match self.entries.get(slot as usize).map(|entry| &entry.phase) {
+            Some(Phase::Filled(contents)) => contents.extensions.as_slice().to_vec(),
+            _ => Vec::new(),
         }
     }
 

@@ -13,7 +13,7 @@ pub(in crate::slots) struct Reservation {
     pub(in crate::slots) generation: u64,
     /// Units for the new contents.
     pub(in crate::slots) units: UnitRuns,
-    /// The former contents, but for their units: the extension is to be uninstalled.
+    /// The former contents, but for their units: the extensions are to be uninstalled.
     pub(in crate::slots) former: Option<Contents>,
     /// The slot's table entries must be zeroed before its memory is written.
     pub(in crate::slots) clear_tables: bool,
