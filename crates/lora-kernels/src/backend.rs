@@ -1,6 +1,9 @@
 //! What a backend is.
 
-use crate::{DeltaParams, EntryParams, GroupParams, KernelError};
+use crate::{
+    DeltaParams, EntryParams, GatherRowsParams, GroupParams, KernelError, LogitsParams,
+    ReplaceRowsParams, RowDiffParams,
+};
 use lora_weights::device::DeviceMemory;
 
 /// An execution queue: work enqueued on one stream runs in order. [`Stream::OWN`] is the backend's own; an engine passes its
@@ -41,8 +44,7 @@ pub struct DeviceCaps {
 
 /// What every backend does. Launches only enqueue: they allocate no device memory and never synchronize.
 ///
-/// [`delta`](Self::delta), [`group_rows`](Self::group_rows) and [`expert_entries`](Self::expert_entries) take plain addresses. Launchers make them from typed views and check
-/// them; a backend that can (the host) checks every address again.
+/// Operations take plain addresses. Launchers make them from typed views and check them; a backend that can (the host) checks every address again.
 pub trait LoraBackend: DeviceMemory {
     /// The device.
     fn caps(&self) -> &DeviceCaps;
@@ -72,6 +74,30 @@ pub trait LoraBackend: DeviceMemory {
     /// # Errors
     /// What enqueueing gives; on the host also an address outside its allocations, or device data that leads outside.
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError>;
+
+    /// Finds by how much each row of two tables differs, by the rule of [`RowDiffParams`].
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations.
+    fn row_diff(&self, stream: Stream, params: &RowDiffParams) -> Result<(), KernelError>;
+
+    /// Copies rows of two tables into one, by the rule of [`GatherRowsParams`].
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations.
+    fn gather_rows(&self, stream: Stream, params: &GatherRowsParams) -> Result<(), KernelError>;
+
+    /// Replaces embedding rows, by the rule of [`ReplaceRowsParams`].
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations.
+    fn replace_rows(&self, stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError>;
+
+    /// Computes logits of overridden ids, by the rule of [`LogitsParams`].
+    ///
+    /// # Errors
+    /// What enqueueing gives; on the host also an address outside its allocations, or device data that leads outside.
+    fn head_logits(&self, stream: Stream, params: &LogitsParams) -> Result<(), KernelError>;
 
     /// Blocks until everything enqueued on `stream` is done: for tests and tools, not for serving.
     ///

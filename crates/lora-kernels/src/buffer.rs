@@ -1,8 +1,9 @@
 //! An owned piece of device memory.
 
+use crate::view::{ELEMENT, F32_ELEMENT};
 use crate::{
-    ExpertIds, KernelError, MatMut, MatRef, Operand, ResidentOfSlot, RowIndices, RowSlots,
-    TokenAdapters,
+    ExpertIds, F32MatMut, KernelError, MatMut, MatRef, Operand, ResidentOfSlot, RowIndices,
+    RowSlots, TokenAdapters, TokenIds,
 };
 use bytemuck::Pod;
 use lora_weights::device::{DeviceMemory, DevicePtr, MemoryError};
@@ -107,7 +108,7 @@ impl DeviceBuffer {
         cols: usize,
         row_stride: usize,
     ) -> Result<MatRef<'_>, KernelError> {
-        let ptr = self.matrix(rows, cols, row_stride)?;
+        let ptr = self.matrix((rows, cols), row_stride, ELEMENT)?;
         // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
         unsafe { MatRef::from_raw(ptr, rows, cols, row_stride) }
     }
@@ -122,9 +123,24 @@ impl DeviceBuffer {
         cols: usize,
         row_stride: usize,
     ) -> Result<MatMut<'_>, KernelError> {
-        let ptr = self.matrix(rows, cols, row_stride)?;
+        let ptr = self.matrix((rows, cols), row_stride, ELEMENT)?;
         // SAFETY: the view is inside this allocation, which the borrow keeps alive and to itself.
         unsafe { MatMut::from_raw(ptr, rows, cols, row_stride) }
+    }
+
+    /// An FP32 matrix from the first element on, to write.
+    ///
+    /// # Errors
+    /// As [`mat`](Self::mat).
+    pub fn f32_mat_mut(
+        &mut self,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> Result<F32MatMut<'_>, KernelError> {
+        let ptr = self.matrix((rows, cols), row_stride, F32_ELEMENT)?;
+        // SAFETY: the view is inside this allocation, which the borrow keeps alive and to itself.
+        unsafe { F32MatMut::from_raw(ptr, rows, cols, row_stride) }
     }
 
     /// The first `len` elements as an `i32` list.
@@ -145,6 +161,16 @@ impl DeviceBuffer {
         let ptr = self.at::<u32>(0, len)?;
         // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
         unsafe { RowIndices::from_raw(ptr, len) }
+    }
+
+    /// The first `len` elements as tokens.
+    ///
+    /// # Errors
+    /// [`KernelError::ViewOutside`] if there are fewer.
+    pub fn token_ids(&self, len: usize) -> Result<TokenIds<'_>, KernelError> {
+        let ptr = self.at::<i32>(0, len)?;
+        // SAFETY: the view is inside this allocation, which the borrow keeps alive and unwritten.
+        unsafe { TokenIds::from_raw(ptr, len) }
     }
 
     /// The first `len` elements as expert numbers.
@@ -179,15 +205,15 @@ impl DeviceBuffer {
 
     fn matrix(
         &self,
-        rows: usize,
-        cols: usize,
+        (rows, cols): (usize, usize),
         row_stride: usize,
+        element: u64,
     ) -> Result<DevicePtr, KernelError> {
         let elements = match (rows, cols) {
             (0, _) | (_, 0) => 0,
             _ => (rows as u128 - 1) * row_stride as u128 + cols as u128,
         };
-        self.check(elements.saturating_mul(2))?;
+        self.check(elements.saturating_mul(element.into()))?;
         Ok(self.ptr)
     }
 

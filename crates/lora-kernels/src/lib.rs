@@ -60,6 +60,7 @@ mod groups;
 pub mod host;
 mod launch;
 mod limits;
+pub mod overlay;
 mod params;
 mod plan;
 mod scratch;
@@ -81,13 +82,17 @@ pub use launch::{
 };
 pub use limits::{MAX_ENTRIES, MAX_RANK, MAX_ROWS, MAX_WIDTH, PAIR_ALIGN};
 pub use params::{
-    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EntryParams, FLAG_TILES_READY, GroupParams,
-    LARGE_TILE_ROWS, MAX_SITES, RANKS_A_BLOCK, SMALL_TILE_ROWS, Tile, counter_bytes,
-    site_scratch_bytes,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EntryParams, FLAG_F32_LOGITS, FLAG_MULTIPLY,
+    FLAG_TILES_READY, GatherRowsParams, GroupParams, LARGE_TILE_ROWS, LOGIT_PARTS, LogitsParams,
+    MAX_SITES, OverlaySlot, RANKS_A_BLOCK, ReplaceRowsParams, RowDiffParams, SMALL_TILE_ROWS, Tile,
+    counter_bytes, site_scratch_bytes,
 };
 pub use plan::{
     BytesMoved, HostKernel, KernelPlan, LaunchPlan, Problem, ProblemSite, bytes_moved, plan,
 };
 pub use scratch::{Scratch, ScratchSpec};
-pub use view::{ExpertIds, MatMut, MatRef, ResidentOfSlot, RowIndices, RowSlots, TokenAdapters};
+pub use view::{
+    ExpertIds, F32MatMut, MatMut, MatRef, ResidentOfSlot, RowIndices, RowSlots, TokenAdapters,
+    TokenIds,
+};
 pub use weights::{GateUpOut, LoraAttnWeights, LoraFfnWeights, LoraRows, LoraSite, QkvOut};

@@ -1,6 +1,10 @@
 //! What kernels are given: `#[repr(C)]` values that the host backend and the CUDA kernels read alike. The layout is
 //! asserted here and in `kernels/include/params.cuh`.
 
+mod overlay;
+
+pub use overlay::{GatherRowsParams, LogitsParams, OverlaySlot, ReplaceRowsParams, RowDiffParams};
+
 use bytemuck::{Pod, Zeroable};
 
 /// Sites that one launch can serve.
@@ -49,9 +53,42 @@ pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
 /// Threads of a block that finds table entries.
 pub(crate) const ENTRY_THREADS: u32 = 256;
 
-/// Flag of [`DeltaParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
+/// Threads of a block of whole-row operations: a warp a row, or all of them.
+pub(crate) const ROW_THREADS: u32 = 256;
+
+/// Threads of a block that computes logits.
+pub(crate) const HEAD_THREADS: u32 = 256;
+
+/// Overlay rows that a block computes logits of at a time.
+pub(crate) const HEAD_IDS: u32 = 128;
+
+/// Hidden columns in one asynchronous stage of such a block.
+pub(crate) const HEAD_STAGE_K: u32 = 32;
+
+/// Hidden rows that a block takes at a time where a cluster shares the hidden size.
+pub(crate) const HEAD_SPLIT_ROWS: u32 = 64;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_SPLIT_STAGES: u32 = 5;
+
+/// Hidden rows that a block takes at a time where it has the whole hidden size.
+pub(crate) const HEAD_WIDE_ROWS: u32 = 256;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_WIDE_STAGES: u32 = 4;
+
+/// Flag of [`DeltaParams`] and [`LogitsParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
 /// that they may be read before it has finished. Backends set it themselves.
 pub const FLAG_TILES_READY: u32 = 1;
+
+/// Flag of [`ReplaceRowsParams`]: rows are multiplied.
+pub const FLAG_MULTIPLY: u32 = 1;
+
+/// Flag of [`LogitsParams`]: logits are FP32, not BF16.
+pub const FLAG_F32_LOGITS: u32 = 2;
+
+/// Parts that the hidden size is cut into for logits; the sums of the parts are added in order.
+pub const LOGIT_PARTS: u32 = 4;
 
 /// Rows of a batch that share a table entry: positions `first..first + count` of the row permutation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

@@ -12,23 +12,28 @@ mod tests;
 /// Bytes of a BF16 element.
 pub(crate) const ELEMENT: u64 = 2;
 
+/// Bytes of an FP32 element.
+pub(crate) const F32_ELEMENT: u64 = 4;
+
 const MATRIX: Operand = Operand::shared("matrix view");
 
-/// Geometry that [`MatRef`] and [`MatMut`] share.
+/// Geometry that all matrix views share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shape {
     ptr: DevicePtr,
     rows: usize,
     cols: usize,
     row_stride: usize,
+    /// Bytes of an element.
+    element: u64,
 }
 
 impl Shape {
     fn new(
         ptr: DevicePtr,
-        rows: usize,
-        cols: usize,
+        (rows, cols): (usize, usize),
         row_stride: usize,
+        element: u64,
     ) -> Result<Self, KernelError> {
         if cols > row_stride {
             return Err(KernelError::StrideTooSmall {
@@ -42,9 +47,10 @@ impl Shape {
             rows,
             cols,
             row_stride,
+            element,
         };
         if rows > 0 && cols > 0 {
-            KernelError::check_ptr(MATRIX, ptr, ELEMENT)?;
+            KernelError::check_ptr(MATRIX, ptr, element)?;
             let end = shape.extent().saturating_add(ptr.0.into());
             let available = u128::from(u64::MAX);
             if end > available {
@@ -64,7 +70,7 @@ impl Shape {
             return 0;
         }
         let elements = (self.rows as u128 - 1) * self.row_stride as u128 + self.cols as u128;
-        elements.saturating_mul(u128::from(ELEMENT))
+        elements.saturating_mul(u128::from(self.element))
     }
 
     fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Result<Self, KernelError> {
@@ -84,13 +90,13 @@ impl Shape {
             self.ptr
         } else {
             let elements = (rows.start * self.row_stride + cols.start) as u64;
-            self.ptr.offset(elements * ELEMENT)
+            self.ptr.offset(elements * self.element)
         };
         Ok(Self {
             ptr,
             rows: rows.len(),
             cols: cols.len(),
-            row_stride: self.row_stride,
+            ..*self
         })
     }
 
@@ -98,8 +104,8 @@ impl Shape {
         Strided {
             base: self.ptr.0,
             rows: self.rows as u64,
-            width: self.cols as u64 * ELEMENT,
-            stride: self.row_stride as u64 * ELEMENT,
+            width: self.cols as u64 * self.element,
+            stride: self.row_stride as u64 * self.element,
         }
     }
 }
@@ -117,6 +123,13 @@ pub struct MatRef<'a> {
 /// of one launch from writing the same output: it cannot be copied, and [`split_cols`](Self::split_cols) gives disjoint parts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct MatMut<'a> {
+    shape: Shape,
+    owner: PhantomData<&'a mut [u8]>,
+}
+
+/// An FP32 matrix that kernels write; otherwise like [`MatMut`].
+#[derive(Debug, PartialEq, Eq)]
+pub struct F32MatMut<'a> {
     shape: Shape,
     owner: PhantomData<&'a mut [u8]>,
 }
@@ -167,7 +180,7 @@ impl<'a> MatRef<'a> {
         cols: usize,
         row_stride: usize,
     ) -> Result<Self, KernelError> {
-        Shape::new(ptr, rows, cols, row_stride).map(Self::of)
+        Shape::new(ptr, (rows, cols), row_stride, ELEMENT).map(Self::of)
     }
 
     /// The part of `rows` and all columns.
@@ -216,7 +229,7 @@ impl<'a> MatMut<'a> {
         cols: usize,
         row_stride: usize,
     ) -> Result<Self, KernelError> {
-        Shape::new(ptr, rows, cols, row_stride).map(Self::of)
+        Shape::new(ptr, (rows, cols), row_stride, ELEMENT).map(Self::of)
     }
 
     /// The same view for a shorter time.
@@ -271,6 +284,28 @@ impl<'a> MatMut<'a> {
             shape,
             owner: PhantomData,
         }
+    }
+}
+
+impl<'a> F32MatMut<'a> {
+    geometry!();
+
+    /// A view of memory that an engine owns.
+    ///
+    /// # Errors
+    /// As [`MatRef::from_raw`]; the alignment is 4 bytes.
+    ///
+    /// # Safety
+    /// As [`MatMut::from_raw`], of FP32 elements.
+    pub unsafe fn from_raw(
+        ptr: DevicePtr,
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+    ) -> Result<Self, KernelError> {
+        let shape = Shape::new(ptr, (rows, cols), row_stride, F32_ELEMENT)?;
+        let owner = PhantomData;
+        Ok(Self { shape, owner })
     }
 }
 
@@ -331,6 +366,11 @@ index_list! {
 index_list! {
     /// Which row of x each row of out reads: `u32`.
     RowIndices of u32
+}
+
+index_list! {
+    /// The token of each row of a batch: `i32`.
+    TokenIds of i32
 }
 
 index_list! {

@@ -4,6 +4,7 @@ use half::bf16;
 use lora_kernels::cuda::{CudaBackend, CudaError};
 use lora_kernels::testing::{
     Batch, BatchShape, DeviceBatch, GpuTest, SiteShape, TestBackend, Via, bits, correctness,
+    overlay,
 };
 use lora_kernels::{Applied, LaunchOptions, Stream};
 use std::sync::Arc;
@@ -45,6 +46,34 @@ on_gpu! {
     groupings_agree_with_the_rule => bits::groupings_agree_with_the_rule;
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
     expert_entries_agree_with_the_rule => bits::expert_entries_agree_with_the_rule;
+    row_distances_are_exact => overlay::row_distances_are_exact;
+    gathered_rows_are_copies => overlay::gathered_rows_are_copies;
+    replaced_rows_are_copies => overlay::replaced_rows_are_copies;
+    logits_match_the_reference => overlay::logits_match_the_reference;
+    logits_do_not_depend_on_the_batch => overlay::logits_do_not_depend_on_the_batch;
+    one_slot_for_all_rows_equals_rows_of_it => overlay::one_slot_for_all_rows_equals_rows_of_it;
+    ids_past_the_vocabulary_are_skipped => overlay::ids_past_the_vocabulary_are_skipped;
+    wrong_overlays_are_caught => overlay::wrong_overlays_are_caught;
+}
+
+/// One captured graph of grouping, embedding and head follows tokens, slots and overlays that change between replays.
+#[test]
+fn a_captured_graph_follows_swapped_overlays() {
+    let Some(backend) = gpu("a_captured_graph_follows_swapped_overlays") else {
+        return;
+    };
+    let shared: TestBackend = backend.clone();
+    for rows in [3, 70] {
+        overlay::replays_follow_swaps(&shared, rows, |enqueue| {
+            let graph = backend.capture(|stream| {
+                enqueue(stream);
+                Ok(())
+            });
+            let graph = graph.expect("capture");
+            let backend = backend.clone();
+            Box::new(move || backend.replay(&graph).expect("replay"))
+        });
+    }
 }
 
 fn bits_of(outs: &[Vec<bf16>]) -> Vec<Vec<u16>> {

@@ -1,10 +1,17 @@
 use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
-use super::plan::{plan_delta, plan_expert_entries, plan_group_rows};
+use super::plan::{
+    plan_delta, plan_expert_entries, plan_gather_rows, plan_group_rows, plan_head_logits,
+    plan_replace_rows, plan_row_diff,
+};
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{EntryParams, FLAG_TILES_READY, GroupParams};
-use crate::{DeltaParams, DeviceCaps, KernelError, KernelPlan, LoraBackend, Stream};
+use crate::{
+    DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LogitsParams, LoraBackend,
+    ReplaceRowsParams, RowDiffParams, Stream,
+};
+use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
@@ -121,6 +128,17 @@ impl CudaBackend {
         }
     }
 
+    /// Enqueues a kernel whose one argument is `params`.
+    fn enqueue_one<P: Pod>(
+        &self,
+        launch: &KernelPlan<Kernel>,
+        stream: Stream,
+        mut params: P,
+    ) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        Ok(self.enqueue(launch, stream, &mut [(&raw mut params).cast()])?)
+    }
+
     fn enqueue(
         &self,
         launch: &KernelPlan<Kernel>,
@@ -176,10 +194,7 @@ impl LoraBackend for CudaBackend {
     }
 
     fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
-        self.memory.context.bind()?;
-        let mut params = *params;
-        let launch = plan_expert_entries(&params);
-        Ok(self.enqueue(&launch, stream, &mut [(&raw mut params).cast()])?)
+        self.enqueue_one(&plan_expert_entries(params), stream, *params)
     }
 
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
@@ -205,6 +220,27 @@ impl LoraBackend for CudaBackend {
         ];
         self.enqueue(&plan.expand, stream, &mut expand)?;
         Ok(())
+    }
+
+    fn row_diff(&self, stream: Stream, params: &RowDiffParams) -> Result<(), KernelError> {
+        self.enqueue_one(&plan_row_diff(params), stream, *params)
+    }
+
+    fn gather_rows(&self, stream: Stream, params: &GatherRowsParams) -> Result<(), KernelError> {
+        self.enqueue_one(&plan_gather_rows(params), stream, *params)
+    }
+
+    fn replace_rows(&self, stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError> {
+        self.enqueue_one(&plan_replace_rows(params), stream, *params)
+    }
+
+    fn head_logits(&self, stream: Stream, params: &LogitsParams) -> Result<(), KernelError> {
+        let mut params = *params;
+        if !self.just_grouped.take(stream) {
+            params.flags |= FLAG_TILES_READY;
+        }
+        let launch = plan_head_logits(&params, &self.caps);
+        self.enqueue_one(&launch, stream, params)
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), KernelError> {

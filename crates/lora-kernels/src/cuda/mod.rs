@@ -16,4 +16,7 @@ pub use backend::CudaBackend;
 pub use error::CudaError;
 pub use graph::{DeviceTimer, Graph};
 pub use module::{Kernel, PtxTarget};
-pub use plan::{DeltaPlan, GroupPlan, plan, plan_delta, plan_expert_entries, plan_group_rows};
+pub use plan::{
+    DeltaPlan, GroupPlan, plan, plan_delta, plan_expert_entries, plan_gather_rows, plan_group_rows,
+    plan_head_logits, plan_replace_rows, plan_row_diff,
+};

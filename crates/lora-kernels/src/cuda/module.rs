@@ -27,11 +27,23 @@ pub enum Kernel {
     ExpandMixed64,
     /// The same, any padded rank, and out that is not in whole, aligned runs of 8.
     ExpandAny,
+    /// Largest absolute difference of each row of two tables.
+    RowDiff,
+    /// Rows of two tables copied into one.
+    GatherRows,
+    /// Embedding rows replaced by overlays'.
+    ReplaceRows,
+    /// Logits of overridden ids, a cluster for up to 64 rows and 128 ids.
+    HeadSplit,
+    /// The same for rows that are not 16-byte aligned.
+    HeadUnaligned,
+    /// The same, a block for up to 256 rows and 128 ids.
+    HeadWide,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 16] = [
         Self::GroupRows,
         Self::ExpertEntries,
         Self::ShrinkSmall,
@@ -42,6 +54,12 @@ impl Kernel {
         Self::ExpandMixed16,
         Self::ExpandMixed64,
         Self::ExpandAny,
+        Self::RowDiff,
+        Self::GatherRows,
+        Self::ReplaceRows,
+        Self::HeadSplit,
+        Self::HeadUnaligned,
+        Self::HeadWide,
     ];
 
     /// Name in the PTX.
@@ -57,6 +75,12 @@ impl Kernel {
             Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
             Self::ExpandAny => "lora_expand_any",
+            Self::RowDiff => "lora_row_diff",
+            Self::GatherRows => "lora_gather_rows",
+            Self::ReplaceRows => "lora_replace_rows",
+            Self::HeadSplit => "lora_head_split",
+            Self::HeadUnaligned => "lora_head_unaligned",
+            Self::HeadWide => "lora_head_wide",
         }
     }
 
@@ -70,6 +94,8 @@ impl Kernel {
             | Self::ExpandMixed16
             | Self::ExpandMixed64
             | Self::ExpandAny => ModuleName::Expand,
+            Self::RowDiff | Self::GatherRows | Self::ReplaceRows => ModuleName::OverlayRows,
+            Self::HeadSplit | Self::HeadUnaligned | Self::HeadWide => ModuleName::OverlayHead,
         }
     }
 }
@@ -86,14 +112,18 @@ enum ModuleName {
     ExpertEntries,
     Shrink,
     Expand,
+    OverlayRows,
+    OverlayHead,
 }
 
 impl ModuleName {
-    const ALL: [Self; 4] = [
+    const ALL: [Self; 6] = [
         Self::GroupRows,
         Self::ExpertEntries,
         Self::Shrink,
         Self::Expand,
+        Self::OverlayRows,
+        Self::OverlayHead,
     ];
 }
 
@@ -122,6 +152,16 @@ macro_rules! ptx {
             )),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/shrink.ptx")),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/expand.ptx")),
+            include_str!(concat!(
+                "../../../../kernels/ptx/",
+                $target,
+                "/overlay_rows.ptx"
+            )),
+            include_str!(concat!(
+                "../../../../kernels/ptx/",
+                $target,
+                "/overlay_head.ptx"
+            )),
         ]
     };
 }

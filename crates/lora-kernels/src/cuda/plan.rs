@@ -1,5 +1,9 @@
 //! Which kernels a launch takes, with which grid: pure functions of the problem and the device.
 
+mod overlay;
+
+pub use overlay::{plan_gather_rows, plan_head_logits, plan_replace_rows, plan_row_diff};
+
 use super::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, ENTRY_THREADS, EXCHANGE_PITCH, EXPAND_AHEAD,

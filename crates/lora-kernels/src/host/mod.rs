@@ -13,6 +13,7 @@ mod expand;
 mod expert_entries;
 mod job;
 mod memory;
+mod overlay;
 mod pool;
 mod shrink;
 mod simd;
@@ -27,8 +28,8 @@ pub(crate) use job::{expand_tasks, shrink_tasks};
 pub(crate) use workspace::workspace_bytes;
 
 use crate::{
-    DeltaParams, DeviceCaps, EntryParams, GroupParams, Grouping, KernelError, LoraBackend, Operand,
-    Stream, Tile,
+    DeltaParams, DeviceCaps, EntryParams, GatherRowsParams, GroupParams, Grouping, KernelError,
+    LogitsParams, LoraBackend, Operand, ReplaceRowsParams, RowDiffParams, Stream, Tile,
 };
 use capacity::Capacity;
 use check::check_delta;
@@ -38,8 +39,10 @@ use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
 };
 use memory::Arena;
+use overlay::{DiffJob, Head, HeadJob};
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use pool::{Job, Pool};
+use simd::Simd;
 use staging::{Done, StagingPool, run_copy};
 use std::fmt;
 use std::sync::Arc;
@@ -142,18 +145,31 @@ impl HostBackend {
         MutexGuard::map(self.state.lock(), |state| &mut state.arena)
     }
 
-    fn job(&self, delta: Delta, threads: usize) -> Box<dyn Job> {
+    fn job<W: Vectorized>(&self, work: W, threads: usize) -> Box<dyn Job> {
         match self.simd {
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 if let Some(simd) = simd::Avx512::new() => {
-                Box::new(DeltaJob::new(simd, delta, threads))
-            }
+            SimdLevel::Avx512 if let Some(simd) = simd::Avx512::new() => work.job(simd, threads),
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx2 if let Some(simd) = simd::Avx2::new() => {
-                Box::new(DeltaJob::new(simd, delta, threads))
-            }
-            _ => Box::new(DeltaJob::new(simd::Portable, delta, threads)),
+            SimdLevel::Avx2 if let Some(simd) = simd::Avx2::new() => work.job(simd, threads),
+            _ => work.job(simd::Portable, threads),
         }
+    }
+}
+
+/// Checked work that runs in some SIMD level's instructions.
+trait Vectorized {
+    fn job<S: Simd>(self, simd: S, threads: usize) -> Box<dyn Job>;
+}
+
+impl Vectorized for Delta {
+    fn job<S: Simd>(self, simd: S, threads: usize) -> Box<dyn Job> {
+        Box::new(DeltaJob::new(simd, self, threads))
+    }
+}
+
+impl Vectorized for Head {
+    fn job<S: Simd>(self, simd: S, _: usize) -> Box<dyn Job> {
+        Box::new(HeadJob::new(simd, self))
     }
 }
 
@@ -252,6 +268,34 @@ impl LoraBackend for HostBackend {
         let wake = delta.products() >= WORTH_WAKING;
         let job = self.job(delta, pool.threads());
         // The arena stays locked until every task is done: that is what makes the tasks' spans valid.
+        pool.run(job, wake);
+        Ok(())
+    }
+
+    fn row_diff(&self, _stream: Stream, params: &RowDiffParams) -> Result<(), KernelError> {
+        let mut state = self.state.lock();
+        let State { arena, pool } = &mut *state;
+        let job = DiffJob::check(arena, params)?;
+        let elements = u64::from(params.rows) * u64::from(params.cols);
+        // The arena stays locked until every task is done, here and below.
+        pool.run(Box::new(job), elements >= WORTH_WAKING);
+        Ok(())
+    }
+
+    fn gather_rows(&self, _stream: Stream, params: &GatherRowsParams) -> Result<(), KernelError> {
+        overlay::gather(&mut self.arena(), params)
+    }
+
+    fn replace_rows(&self, _stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError> {
+        overlay::replace(&mut self.arena(), params)
+    }
+
+    fn head_logits(&self, _stream: Stream, params: &LogitsParams) -> Result<(), KernelError> {
+        let mut state = self.state.lock();
+        let State { arena, pool } = &mut *state;
+        let head = Head::check(arena, params)?;
+        let wake = head.products() >= WORTH_WAKING;
+        let job = self.job(head, pool.threads());
         pool.run(job, wake);
         Ok(())
     }

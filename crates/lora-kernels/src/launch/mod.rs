@@ -9,6 +9,7 @@ mod sites;
 mod tests;
 
 pub use options::{LaunchOptions, LoraKernels, SiteKind, Skip};
+pub(crate) use sites::check_equal;
 pub use sites::{PairSite, RouteSite};
 
 use crate::{
@@ -16,7 +17,7 @@ use crate::{
     MatRef, Operand, RowGroups, RowIndices, SMALL_TILE_ROWS, Scratch, Stream,
 };
 use bytemuck::Zeroable;
-use sites::{Site, check_equal, check_out};
+use sites::{Site, check_out};
 use std::num::NonZeroU32;
 
 const X: Operand = Operand::shared("x");

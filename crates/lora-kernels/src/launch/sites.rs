@@ -172,7 +172,7 @@ pub(super) fn check_out(
 }
 
 /// [`KernelError::SizeMismatch`] unless `found` is the expected size.
-pub(super) fn check_equal(
+pub(crate) fn check_equal(
     operand: Operand,
     quantity: &'static str,
     found: usize,

@@ -22,6 +22,7 @@ mod data;
 mod device;
 mod gpu;
 pub(crate) mod naive;
+pub mod overlay;
 
 pub use adapter::{DeviceAdapter, DeviceTables, TestAdapter};
 pub use batch::{Batch, BatchShape, SiteShape, Via};

@@ -16,7 +16,7 @@ use crate::{
 use adapters::check_site;
 use half::bf16;
 use lora_weights::RANK_GRANULE;
-use rows::route;
+pub(super) use rows::route;
 
 /// Bytes of a BF16 element.
 const BF16: u64 = size_of::<bf16>() as u64;
@@ -59,7 +59,7 @@ pub(super) fn check_delta(
 }
 
 /// Elements from the first to one past the last of a strided matrix; saturating, so that no allocation holds what does not fit.
-fn strided_elements(rows: u32, stride: u64, cols: u32) -> u64 {
+pub(super) fn strided_elements(rows: u32, stride: u64, cols: u32) -> u64 {
     match rows {
         0 => 0,
         rows => u64::from(rows - 1)
@@ -171,7 +171,7 @@ fn check_overlaps(params: &DeltaParams, delta: &Delta) -> Result<(), KernelError
     Ok(())
 }
 
-fn refuse_overlap(
+pub(super) fn refuse_overlap(
     written: &[(Operand, Strided)],
     (operand, view): (Operand, Strided),
 ) -> Result<(), KernelError> {
@@ -184,7 +184,7 @@ fn refuse_overlap(
     }
 }
 
-fn bad_index(operand: Operand, index: u64, value: u64, limit: u64) -> KernelError {
+pub(super) fn bad_index(operand: Operand, index: u64, value: u64, limit: u64) -> KernelError {
     KernelError::BadIndex {
         operand,
         index,

@@ -7,13 +7,13 @@ use crate::{DeltaParams, KernelError, Operand, Tile};
 use std::borrow::Cow;
 
 /// A tile of the pass, with its table entry.
-pub(super) struct Routed {
-    pub(super) job: TileJob,
-    pub(super) entry: u32,
+pub(in crate::host) struct Routed {
+    pub(in crate::host) job: TileJob,
+    pub(in crate::host) entry: u32,
 }
 
 /// The tiles of the pass that name a table entry, and their positions.
-pub(super) fn route(
+pub(in crate::host) fn route(
     arena: &Arena,
     params: &DeltaParams,
 ) -> Result<(Vec<Routed>, Vec<Position>), KernelError> {

@@ -1,0 +1,168 @@
+//! Plans of whole-row operations.
+
+use crate::cuda::Kernel;
+use crate::params::{
+    GatherRowsParams, HEAD_IDS, HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES, HEAD_STAGE_K, HEAD_THREADS,
+    HEAD_WIDE_ROWS, HEAD_WIDE_STAGES, LOGIT_PARTS, LogitsParams, ROW_THREADS, ReplaceRowsParams,
+    RowDiffParams,
+};
+use crate::{DeviceCaps, KernelPlan};
+
+/// Rows of a diff or a gather that a block takes.
+const ROWS_A_BLOCK: u32 = ROW_THREADS / 32;
+
+/// Blocks of a cluster of the head that a multiprocessor runs at once where it has the shared memory.
+const SPLIT_BLOCKS_A_UNIT: u32 = 2;
+
+/// What blocks have of shared memory beside what a plan asks for: the list of work, and the driver's share.
+const STATIC_SHARED: u32 = 3 << 10;
+
+fn row_plan(kernel: Kernel, blocks: u32) -> KernelPlan<Kernel> {
+    KernelPlan {
+        kernel,
+        grid: [blocks, 1, 1],
+        block: ROW_THREADS,
+        shared_bytes: 0,
+    }
+}
+
+/// Plans a row diff: a warp a row.
+pub fn plan_row_diff(params: &RowDiffParams) -> KernelPlan<Kernel> {
+    row_plan(Kernel::RowDiff, params.rows.div_ceil(ROWS_A_BLOCK))
+}
+
+/// Plans a gather: a warp a row.
+pub fn plan_gather_rows(params: &GatherRowsParams) -> KernelPlan<Kernel> {
+    row_plan(Kernel::GatherRows, params.rows.div_ceil(ROWS_A_BLOCK))
+}
+
+/// Plans the replacement of embedding rows: a block a row.
+pub fn plan_replace_rows(params: &ReplaceRowsParams) -> KernelPlan<Kernel> {
+    row_plan(Kernel::ReplaceRows, params.rows)
+}
+
+/// Dynamic shared memory of a block of the head: its stages, and FP32 sums of all rows and ids.
+const fn head_bytes(rows: u32, stages: u32) -> u32 {
+    stages * (HEAD_IDS + rows) * HEAD_STAGE_K * 2 + rows * HEAD_IDS * 4
+}
+
+/// Plans the head. Overlays change under a captured graph, so the grid is what the device runs at once, whatever they hold.
+///
+/// A batch of more rows than a cluster takes at a time goes through whole blocks where its overlays are expected to have an item for every
+/// other multiprocessor, and a block has the shared memory.
+pub fn plan_head_logits(params: &LogitsParams, caps: &DeviceCaps) -> KernelPlan<Kernel> {
+    let aligned = params.k_in.is_multiple_of(8)
+        && params.x_stride.is_multiple_of(8)
+        && params.x.is_multiple_of(16);
+    let units = caps.units.max(1);
+    let wide_bytes = head_bytes(HEAD_WIDE_ROWS, HEAD_WIDE_STAGES);
+    let items = params.expected_ids.min(params.vocab).div_ceil(HEAD_IDS);
+    let wide = aligned
+        && params.rows > HEAD_SPLIT_ROWS
+        && items >= units / 2
+        && wide_bytes + STATIC_SHARED <= caps.shared_bytes;
+    if wide {
+        return KernelPlan {
+            kernel: Kernel::HeadWide,
+            grid: [units, 1, 1],
+            block: HEAD_THREADS,
+            shared_bytes: wide_bytes,
+        };
+    }
+    let kernel = if aligned {
+        Kernel::HeadSplit
+    } else {
+        Kernel::HeadUnaligned
+    };
+    let shared_bytes = head_bytes(HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES);
+    let blocks_a_unit = caps.shared_bytes / (shared_bytes + STATIC_SHARED);
+    let blocks = units * blocks_a_unit.clamp(1, SPLIT_BLOCKS_A_UNIT);
+    KernelPlan {
+        kernel,
+        grid: [(blocks / LOGIT_PARTS).max(1) * LOGIT_PARTS, 1, 1],
+        block: HEAD_THREADS,
+        shared_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytemuck::Zeroable;
+
+    fn caps(units: u32, shared_bytes: u32) -> DeviceCaps {
+        DeviceCaps {
+            name: String::new(),
+            units,
+            shared_bytes,
+            l2_bytes: 0,
+        }
+    }
+
+    fn head(rows: u32, expected_ids: u32) -> LogitsParams {
+        LogitsParams {
+            rows,
+            k_in: 4096,
+            x_stride: 4096,
+            vocab: 152_000,
+            expected_ids,
+            ..LogitsParams::zeroed()
+        }
+    }
+
+    #[test]
+    fn nearly_whole_tables_of_many_rows_are_a_product_and_the_rest_is_shared_by_clusters() {
+        let h200 = caps(132, 232_448);
+        let kernel = |rows, ids| plan_head_logits(&head(rows, ids), &h200).kernel;
+        assert_eq!(kernel(256, 152_000), Kernel::HeadWide);
+        assert_eq!(kernel(256, 1024), Kernel::HeadSplit);
+        assert_eq!(kernel(1, 152_000), Kernel::HeadSplit);
+        let plan = plan_head_logits(&head(256, 152_000), &h200);
+        assert_eq!((plan.grid, plan.shared_bytes), ([132, 1, 1], 224 << 10));
+        let plan = plan_head_logits(&head(1, 3), &h200);
+        assert_eq!((plan.grid, plan.shared_bytes), ([264, 1, 1], 92 << 10));
+    }
+
+    #[test]
+    fn a_gb10_has_one_block_a_unit_and_no_wide_ones() {
+        let plan = plan_head_logits(&head(256, 152_000), &caps(48, 101_376));
+        assert_eq!((plan.kernel, plan.grid), (Kernel::HeadSplit, [48, 1, 1]));
+        assert!(plan.shared_bytes + STATIC_SHARED <= 101_376);
+    }
+
+    #[test]
+    fn rows_that_are_not_16_byte_aligned_have_a_kernel_of_their_own() {
+        let h200 = caps(132, 232_448);
+        let odd_width = LogitsParams {
+            k_in: 4095,
+            ..head(256, 152_000)
+        };
+        let odd_stride = LogitsParams {
+            x_stride: 4099,
+            ..head(1, 1)
+        };
+        for params in [odd_width, odd_stride] {
+            let plan = plan_head_logits(&params, &h200);
+            assert_eq!(plan.kernel, Kernel::HeadUnaligned);
+        }
+    }
+
+    #[test]
+    fn grids_are_whole_clusters_on_any_device() {
+        for units in 1..200 {
+            for shared in [101_376, 166_912, 232_448] {
+                let plan = plan_head_logits(&head(8, 100), &caps(units, shared));
+                assert!(plan.grid[0] >= 4 && plan.grid[0].is_multiple_of(4));
+            }
+        }
+    }
+
+    #[test]
+    fn every_row_of_a_diff_has_a_warp() {
+        let params = RowDiffParams {
+            rows: 17,
+            ..RowDiffParams::zeroed()
+        };
+        assert_eq!(plan_row_diff(&params).grid, [3, 1, 1]);
+    }
+}

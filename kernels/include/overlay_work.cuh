@@ -1,0 +1,140 @@
+// The head's work: which rows go with which of an overlay's ids, found on the device from tiles and overlay records.
+//
+// An item is up to `kRows` rows of one slot and up to 128 of its overlay's ids. Tiles of one slot stand together and their positions are contiguous, so
+// small tiles are put together again: a slot's overlay is read once for every `kRows` of its rows. Items are numbered tile by tile. The
+// grid cannot know how many there are, since overlays change under a captured graph: blocks take every n-th of them.
+#pragma once
+
+#include "group_rows.cuh"
+#include "overlay_rows.cuh"
+
+struct HeadItem {
+    uint64_t rows;  // of the overlay, from the item's first id on
+    uint64_t ids;
+    uint32_t id_count;
+    uint32_t first_position;
+    uint32_t count;  // rows; 0 = there is no such item
+    uint32_t reserved;
+};
+
+__device__ __forceinline__ uint32_t head_tiles(const LogitsParams& p) {
+    return p.tiles == 0 ? p.max_tiles : min(*reinterpret_cast<const uint32_t*>(p.tile_count), p.max_tiles);
+}
+
+__device__ __forceinline__ Tile head_tile(const LogitsParams& p, uint32_t index) {
+    if (p.tiles == 0) {
+        const uint32_t first = index * p.tile_rows;
+        return Tile{p.slot, first, min(p.tile_rows, p.rows - first), 0};
+    }
+    const uint4 v = reinterpret_cast<const uint4*>(p.tiles)[index];
+    return Tile{v.x, v.y, v.z, v.w};
+}
+
+__device__ __forceinline__ uint32_t head_row(const LogitsParams& p, uint32_t position) {
+    return p.perm == 0 ? position : reinterpret_cast<const uint32_t*>(p.perm)[position];
+}
+
+// Inclusive prefix maxima over the block of one value a thread, at least `floor`.
+__device__ __forceinline__ uint32_t block_inclusive_max(uint32_t value, uint32_t floor, uint32_t* warp_values) {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = __shfl_up_sync(0xffffffffu, value, distance);
+        if (lane >= distance) value = max(value, before);
+    }
+    if (lane == 31) warp_values[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (uint32_t warp = 0; warp < threadIdx.x / 32; ++warp) value = max(value, warp_values[warp]);
+    __syncthreads();
+    return max(value, floor);
+}
+
+// Finds items by number, in ascending order. A window holds as many tiles as a block has threads.
+template <int kRows>
+struct HeadWork {
+    struct Shared {
+        uint32_t first_item[kHeadThreads];
+        uint32_t warp_values[33];
+        uint32_t group_start;  // of the window's last tile, plus one
+    };
+
+    const LogitsParams& p;
+    Shared& shared;
+    uint32_t tiles;
+    uint32_t window;         // first tile
+    uint32_t items_before;   // the window
+    uint32_t window_items;
+
+    // Called by all threads; tiles may be read.
+    __device__ __forceinline__ void start() {
+        tiles = head_tiles(p);
+        items_before = 0;
+        if (threadIdx.x == 0) shared.group_start = 0;
+        load_window(0);
+    }
+
+    __device__ __forceinline__ void load_window(uint32_t first) {
+        window = first;
+        const uint32_t index = first + threadIdx.x;
+        const bool present = index < tiles;
+        Tile tile{~0u, 0, 0, 0};
+        uint32_t before = ~0u;
+        if (present) {
+            tile = head_tile(p, index);
+            before = index == 0 ? ~0u : head_tile(p, index - 1).entry;
+        }
+        const bool starts_group = present && (index == 0 || before != tile.entry);
+        uint32_t ids = 0;
+        if (present) {
+            const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
+            ids = overlay.ids == 0 ? 0 : overlay.n_override;
+        }
+        __syncthreads();
+        const uint32_t carried = shared.group_start;
+        const uint32_t start = block_inclusive_max(starts_group ? tile.first + 1 : 0, carried, shared.warp_values);
+        const bool leads = present && (tile.first + 1 - start) % kRows == 0;
+        const uint32_t items = leads ? (ids + kHeadIds - 1) / kHeadIds : 0;
+        shared.first_item[threadIdx.x] = block_exclusive_scan(items, shared.warp_values, window_items);
+        if (threadIdx.x == kHeadThreads - 1) shared.group_start = start;
+        __syncthreads();
+    }
+
+    // The item of number `item`, which is not below any asked for before.
+    __device__ __forceinline__ HeadItem find(uint32_t item) {
+        while (item - items_before >= window_items) {
+            if (window + kHeadThreads >= tiles) return HeadItem{0, 0, 0, 0, 0, 0};
+            items_before += window_items;
+            __syncthreads();
+            load_window(window + kHeadThreads);
+        }
+        const uint32_t inside = item - items_before;
+        uint32_t low = 0;
+        uint32_t high = kHeadThreads;
+        while (high - low > 1) {
+            const uint32_t middle = low + (high - low) / 2;
+            if (shared.first_item[middle] <= inside) {
+                low = middle;
+            } else {
+                high = middle;
+            }
+        }
+        const uint32_t first_id = (inside - shared.first_item[low]) * kHeadIds;
+        const uint32_t index = window + low;
+        const Tile tile = head_tile(p, index);
+        // Small tiles that follow in the slot's rows; a large tile's rows may fill the item on their own.
+        const uint32_t other = index + threadIdx.x % 32;
+        uint32_t end = 0;
+        if (other < tiles) {
+            const Tile next = head_tile(p, other);
+            if (next.entry == tile.entry && next.first - tile.first < kRows) end = next.first + next.count;
+        }
+        end = __reduce_max_sync(0xffffffffu, end);
+        const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
+        return HeadItem{overlay.rows + uint64_t(first_id) * p.k_in * sizeof(__nv_bfloat16),
+                        overlay.ids + uint64_t(first_id) * sizeof(uint32_t),
+                        min(overlay.n_override - first_id, uint32_t(kHeadIds)),
+                        tile.first,
+                        min(end - tile.first, uint32_t(kRows)),
+                        0};
+    }
+};

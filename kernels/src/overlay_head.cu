@@ -1,0 +1,16 @@
+#include "overlay_head.cuh"
+
+extern "C" __global__ void __cluster_dims__(kLogitParts, 1, 1) __launch_bounds__(kHeadThreads, 2)
+lora_head_split(const __grid_constant__ LogitsParams p) {
+    head_logits<HeadSplit>(p);
+}
+
+extern "C" __global__ void __cluster_dims__(kLogitParts, 1, 1) __launch_bounds__(kHeadThreads, 2)
+lora_head_unaligned(const __grid_constant__ LogitsParams p) {
+    head_logits<HeadUnaligned>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kHeadThreads, 1)
+lora_head_wide(const __grid_constant__ LogitsParams p) {
+    head_logits<HeadWide>(p);
+}
