@@ -39,6 +39,7 @@ struct ExpandTile {
     const DeltaSite& site;
     Tile tile;
     const __nv_bfloat16* b;
+    uint32_t b_stride;
     float scale;
     uint32_t ranks;  // padded to 16
     Lane lane;
@@ -49,8 +50,9 @@ struct ExpandTile {
           site(site),
           tile(tile),
           b(adapter.matrix),
+          b_stride(site.a_table == 0 ? site.max_rank : padded_rank(adapter.rank)),
           scale(scale_of(site, tile.entry)),
-          ranks((adapter.rank + kRankGranule - 1) / kRankGranule * kRankGranule),
+          ranks(padded_rank(adapter.rank)),
           lane(lane_of_thread()),
           vector(site.out % 16 == 0 && site.out_stride % 8 == 0) {}
 
@@ -67,7 +69,7 @@ struct ExpandTile {
     template <typename W>
     __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
         const uint32_t first = min(n, site.n_out - 1);
-        weights.load(b + uint64_t(first) * site.max_rank + first_rank, site.max_rank, min(8u, site.n_out - first),
+        weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, min(8u, site.n_out - first),
                      ranks - first_rank, lane.quarter);
     }
 

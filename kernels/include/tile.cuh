@@ -50,6 +50,8 @@ __device__ __forceinline__ uint32_t site_start(const SiteEnds& ends, uint32_t si
     return site == 0 ? 0 : site == 1 ? ends.end[0] : site == 2 ? ends.end[1] : ends.end[2];
 }
 
+__device__ __forceinline__ uint32_t padded_rank(uint32_t rank) { return (rank + kRankGranule - 1) / kRankGranule * kRankGranule; }
+
 // The adapter of a tile at a site; `rank` 0 where there is no delta.
 struct Adapter {
     const __nv_bfloat16* matrix;

@@ -4,7 +4,7 @@ use crate::MoeError;
 use lora_kernels::{DeviceBuffer, ExpertSpace, KernelError, MAX_ENTRIES};
 use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair, LoraRoute, UploadCopy};
 use lora_weights::{
-    AdapterSlot, ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout, SlotExtension,
+    AdapterSlot, ExpertLoraLayer, ExpertProj, LoraTarget, PoolLayout, SlotExtension, padded_rank,
 };
 use parking_lot::Mutex;
 use std::error::Error;
@@ -29,7 +29,7 @@ pub struct ExpertTablesSpec {
     pub residents: u32,
     /// `(k_in, n_out)` of gate, up and down.
     pub projections: [(u32, u32); 3],
-    /// Padded rank of every pair.
+    /// Largest padded rank of a pair.
     pub max_rank: u32,
 }
 
@@ -326,7 +326,8 @@ impl ExpertTables {
                     });
                 }
                 let (k_in, n_out) = self.spec.projections[proj as usize];
-                let expected = (k_in, n_out, self.spec.max_rank);
+                let max_rank = padded_rank(pair.rank).min(self.spec.max_rank);
+                let expected = (k_in, n_out, max_rank);
                 let found = (pair.k_in, pair.n_out, pair.max_rank);
                 if found != expected {
                     return Err(MoeError::PairMismatch {

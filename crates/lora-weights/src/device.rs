@@ -187,7 +187,7 @@ pub trait DeviceMemory: Send + Sync {
 }
 
 /// One packed adapter on one module: A is `[max_rank, k_in]`, B `[n_out, max_rank]`, both BF16 and row-major; rows of A and
-/// columns of B at and past `rank` are zero.
+/// columns of B at and past `rank` are zero. Of a pair that lies in a pool, `max_rank` is [`padded_rank`](crate::padded_rank) of its own rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoraPair {
     /// Address of A, 16-byte aligned.
@@ -207,6 +207,9 @@ pub struct LoraPair {
 }
 
 /// The per-slot tables of one (layer, module), each `[slots]` long at an address fixed for life.
+///
+/// An entry's rows of B lie [`padded_rank`](crate::padded_rank) of its own true rank apart, whatever `max_rank` is: a small adapter in a pool
+/// for large ones costs the bytes of a small adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoraRoute {
     /// u64 addresses of A; 0 = the slot does not adapt this module.
@@ -223,6 +226,6 @@ pub struct LoraRoute {
     pub k_in: u32,
     /// Width of out.
     pub n_out: u32,
-    /// Padded rank of every entry.
+    /// Largest padded rank that an entry may have.
     pub max_rank: u32,
 }

@@ -4,7 +4,7 @@ use crate::device::{DevicePtr, LoraPair};
 use crate::layout::{ELEMENT_BYTES, unit_b_offset};
 use crate::{
     AdapterStore, AuditedPair, ExpertLoraLayer, LoraLayerWeights, LoraTarget, PoolLayout,
-    WeightsError,
+    WeightsError, padded_rank,
 };
 use half::bf16;
 use rayon::prelude::*;
@@ -37,7 +37,8 @@ pub fn image_bytes(layout: &PoolLayout, pairs: &[AuditedPair]) -> Result<usize, 
 }
 
 /// Packs an adapter into `image` on rayon's current thread pool: F16 and F32 become BF16 (nearest even), A's rows are
-/// contiguous, B's rows lie at the padded rank, everything else is zero.
+/// contiguous, B's rows lie [`padded_rank`] of the pair's own rank apart, everything else is zero. So what is read of B is contiguous too,
+/// however large a rank the pool has room for.
 ///
 /// An image is what goes to the device as it is: the slot ([`PoolLayout`]), then one unit of the expert region for each
 /// router or expert pair in (layer, target) order. It does not depend on the slot it will be uploaded into. Every byte is
@@ -113,7 +114,7 @@ pub(crate) fn place_pairs(
             k_in: place.k_in,
             n_out: place.n_out,
             scale: pair.scale,
-            max_rank: place.max_rank,
+            max_rank: padded_rank(pair.rank),
         };
         match pair.target {
             LoraTarget::Attn(module) => placed.layers[pair.layer].set(module, device),
@@ -192,7 +193,6 @@ struct Segment<'a> {
     /// First element in the image.
     offset: usize,
     elements: usize,
-    max_rank: usize,
 }
 
 impl<'a> Segment<'a> {
@@ -200,7 +200,7 @@ impl<'a> Segment<'a> {
         if self.is_a {
             Job::A(self.pair, values)
         } else {
-            Job::B(self.pair, values, self.max_rank)
+            Job::B(self.pair, values)
         }
     }
 }
@@ -225,14 +225,13 @@ fn segments<'a>(
             base = bytes.slot + units * bytes.expert_unit;
             units += 1;
         }
-        let max_rank = place.max_rank as usize;
+        let rank = padded_rank(pair.rank) as usize;
         for (is_a, offset, side) in [(true, place.a, pair.k_in), (false, place.b, pair.n_out)] {
             segments.push(Segment {
                 pair,
                 is_a,
                 offset: ((base + offset) / ELEMENT_BYTES) as usize,
-                elements: side * max_rank,
-                max_rank,
+                elements: side * rank,
             });
         }
     }
@@ -242,10 +241,10 @@ fn segments<'a>(
 /// What one thread does at a time.
 enum Job<'a, 'd> {
     Zero(&'d mut [bf16]),
-    /// A: `[max_rank, k_in]`, its true rows first.
+    /// A: `[padded_rank, k_in]`, its true rows first.
     A(&'a AuditedPair, &'d mut [bf16]),
-    /// B: `[n_out, max_rank]`, the true columns of every row first.
-    B(&'a AuditedPair, &'d mut [bf16], usize),
+    /// B: `[n_out, padded_rank]`, the true columns of every row first.
+    B(&'a AuditedPair, &'d mut [bf16]),
 }
 
 impl Job<'_, '_> {
@@ -257,9 +256,10 @@ impl Job<'_, '_> {
                 pair.source.read_a(store, rows);
                 pad.fill(bf16::ZERO);
             }
-            Self::B(pair, values, stride) => {
-                pair.source.read_b(store, values, stride);
+            Self::B(pair, values) => {
                 let rank = pair.rank as usize;
+                let stride = padded_rank(pair.rank) as usize;
+                pair.source.read_b(store, values, stride);
                 if rank < stride {
                     for row in values.chunks_exact_mut(stride) {
                         row[rank..].fill(bf16::ZERO);

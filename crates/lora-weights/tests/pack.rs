@@ -50,21 +50,18 @@ fn naive(store: &AdapterStore, pairs: &[AuditedPair], layout: &PoolLayout) -> Ve
     let mut units = 0;
     for pair in ordered {
         let rank = pair.rank as usize;
-        let (a, b, stride) = match pair.target {
+        let stride = rank.next_multiple_of(16);
+        let (a, b) = match pair.target {
             LoraTarget::Attn(module) => {
                 let (_, region) = layout.region(pair.layer, module).unwrap();
                 let at = |offset: u64| offset as usize / 2;
-                (
-                    at(region.a_offset),
-                    at(region.b_offset),
-                    region.max_rank as usize,
-                )
+                (at(region.a_offset), at(region.b_offset))
             }
             _ => {
-                let stride = layout.experts().unwrap().max_rank() as usize;
+                let room = layout.experts().unwrap().max_rank() as usize;
                 let a = slot + units * unit;
                 units += 1;
-                (a, a + stride * pair.k_in, stride)
+                (a, a + room * pair.k_in)
             }
         };
         let PairSource::Whole {

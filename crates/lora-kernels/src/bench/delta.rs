@@ -9,6 +9,7 @@ use crate::{
 use arrayvec::ArrayVec;
 use half::bf16;
 use lora_weights::device::{DeviceMemory, LoraPair};
+use lora_weights::padded_rank;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -285,14 +286,11 @@ fn upload_site(
 ) -> Result<Site, KernelError> {
     let x = Matrix::random(memory, rng, (shape.rows, site.k_in))?;
     let outs = site.n_outs.iter().map(|&n_out| {
-        let adapter = |_| {
-            let ranks = (shape.rank, shape.pool_rank);
-            TestAdapter::random(rng, Fill::Signed, ranks, (site.k_in, n_out))
-        };
+        let adapter = |_| TestAdapter::random(rng, Fill::Signed, shape.rank, (site.k_in, n_out));
         let adapters: Vec<TestAdapter> = (0..shape.adapters).map(adapter).collect();
         Ok(Projection {
             out: Matrix::random(memory, rng, (shape.rows, n_out))?,
-            copies: upload_copies(memory, &adapters, copies)?,
+            copies: upload_copies(memory, &adapters, (shape.pool_rank, copies))?,
             adapters,
         })
     });
@@ -302,11 +300,11 @@ fn upload_site(
     })
 }
 
-/// Uploads `copies` copies of adapters that all have the same sizes.
+/// Uploads `copies` copies of adapters that all have the same sizes, in tables of a pool for `pool_rank`.
 fn upload_copies(
     memory: &Arc<dyn DeviceMemory>,
     adapters: &[TestAdapter],
-    copies: usize,
+    (pool_rank, copies): (u32, usize),
 ) -> Result<Vec<AdapterCopy>, KernelError> {
     let all =
         |of: fn(&TestAdapter) -> &[bf16]| adapters.iter().map(of).collect::<Vec<_>>().concat();
@@ -327,7 +325,7 @@ fn upload_copies(
         };
         let pairs: Vec<Option<LoraPair>> = adapters.iter().enumerate().map(pair).collect();
         let shape = adapters.first().map_or((0, 0, 0), |adapter| {
-            (adapter.k_in, adapter.n_out, adapter.max_rank)
+            (adapter.k_in, adapter.n_out, padded_rank(pool_rank))
         });
         Ok(AdapterCopy {
             tables: DeviceTables::upload(memory, &pairs, shape)?,

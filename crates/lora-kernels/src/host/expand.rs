@@ -50,12 +50,12 @@ pub(super) struct RowsOfB<'a> {
 }
 
 impl<'a> RowsOfB<'a> {
-    /// All rows of `values`, `max_rank` apart.
+    /// All rows of `values`, `stride` apart.
     #[inline(always)]
-    pub(super) fn new(values: &'a [bf16], max_rank: usize, rank: usize) -> Self {
+    pub(super) fn new(values: &'a [bf16], stride: usize, rank: usize) -> Self {
         Self {
             granules: values.as_chunks().0,
-            stride: max_rank / LANES,
+            stride: stride / LANES,
             rank,
         }
     }

@@ -47,8 +47,9 @@ pub(super) struct TileJob {
 pub(super) struct Adapter {
     /// `[rank, k_in]` and maybe more.
     pub(super) a: Span<bf16>,
-    /// `[n_out, max_rank]`.
+    /// `[n_out, b_stride]`.
     pub(super) b: Span<bf16>,
+    pub(super) b_stride: usize,
     pub(super) rank: usize,
     pub(super) scale: f32,
 }
@@ -253,10 +254,10 @@ impl Delta {
             self.rank_vectors(simd, site, tile, adapter.rank, &mut workspace.xa);
             for start in columns.clone().step_by(EXPAND_COLS) {
                 let width = EXPAND_COLS.min(columns.end - start);
-                let from = start * site.max_rank;
+                let from = start * adapter.b_stride;
                 // SAFETY: the arena is held; no task of this half writes B.
-                let rows_of_b = unsafe { adapter.b.read(from..from + width * site.max_rank) };
-                let rows_of_b = RowsOfB::new(rows_of_b, site.max_rank, adapter.rank);
+                let rows_of_b = unsafe { adapter.b.read(from..from + width * adapter.b_stride) };
+                let rows_of_b = RowsOfB::new(rows_of_b, adapter.b_stride, adapter.rank);
                 let columns = start..start + width;
                 if let [position] = self.positions[tile.positions.clone()] {
                     let at = position.columns(site, &columns);

@@ -25,7 +25,7 @@ impl Setup {
     fn new(options: LaunchOptions) -> Self {
         let backend = Arc::new(HostBackend::new());
         let mut rng = Rng::new(1);
-        let adapter = TestAdapter::random(&mut rng, Fill::Signed, (4, 16), (K_IN, N_OUT));
+        let adapter = TestAdapter::random(&mut rng, Fill::Signed, 4, (K_IN, N_OUT));
         let memory: Arc<dyn DeviceMemory> = backend.clone();
         let values = rng.values(ROWS * K_IN as usize, Fill::Signed, 1.0);
         let spec = ScratchSpec {

@@ -16,7 +16,7 @@ pub struct TestAdapter {
     pub b: Vec<bf16>,
     /// True rank.
     pub rank: u32,
-    /// Padded rank.
+    /// Padded rank: what a pool would pack it at.
     pub max_rank: u32,
     /// Width of x.
     pub k_in: u32,
@@ -27,14 +27,9 @@ pub struct TestAdapter {
 }
 
 impl TestAdapter {
-    /// Random values that give deltas of about `scale` for x of root mean square 1. The padded rank is `max_rank`, itself padded.
-    pub fn random(
-        rng: &mut Rng,
-        fill: Fill,
-        (rank, max_rank): (u32, u32),
-        (k_in, n_out): (u32, u32),
-    ) -> Self {
-        let max_rank = padded_rank(max_rank.max(rank));
+    /// Random values that give deltas of about `scale` for x of root mean square 1.
+    pub fn random(rng: &mut Rng, fill: Fill, rank: u32, (k_in, n_out): (u32, u32)) -> Self {
+        let max_rank = padded_rank(rank);
         let (k, n, r) = (k_in as usize, n_out as usize, max_rank as usize);
         let terms = |count: u32| match fill {
             Fill::Signed => 1.0 / (count as f32).sqrt(),
@@ -63,10 +58,21 @@ impl TestAdapter {
         }
     }
 
-    /// The same adapter with its padding counted as rank.
-    pub fn at_padded_rank(&self) -> Self {
+    /// The same adapter with zeros that count as rank: `rank` padded, and not below its own.
+    pub fn at_rank(&self, rank: u32) -> Self {
+        let rank = padded_rank(rank.max(self.rank));
+        let mut a = self.a.clone();
+        a.resize((rank * self.k_in) as usize, bf16::ZERO);
+        let mut b = vec![bf16::ZERO; (self.n_out * rank) as usize];
+        let (from, to) = (self.max_rank as usize, rank as usize);
+        for (row, own) in b.chunks_mut(to).zip(self.b.chunks(from)) {
+            row[..from].copy_from_slice(own);
+        }
         Self {
-            rank: self.max_rank,
+            a,
+            b,
+            rank,
+            max_rank: rank,
             ..self.clone()
         }
     }
@@ -110,7 +116,7 @@ pub struct DeviceTables {
 }
 
 impl DeviceTables {
-    /// One entry a slot; `None` does not adapt the site. `shape` gives the sizes, of which all entries have the same.
+    /// One entry a slot; `None` does not adapt the site. `shape`: the k_in and n_out of all entries, and the largest padded rank.
     ///
     /// # Errors
     /// What allocation and upload give.

@@ -90,9 +90,7 @@ impl Batch {
                 let absent = site > 0 && (slot + site) % 3 == 0;
                 let rank = shape.ranks[(slot + site) % shape.ranks.len()].min(sizes.max_rank);
                 let dims = (shape.k_in, sizes.n_out);
-                (!absent).then(|| {
-                    TestAdapter::random(&mut rng, shape.fill, (rank, sizes.max_rank), dims)
-                })
+                (!absent).then(|| TestAdapter::random(&mut rng, shape.fill, rank, dims))
             });
             slots.collect()
         });

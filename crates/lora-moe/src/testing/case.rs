@@ -238,9 +238,8 @@ fn random_adapters(
                 };
                 if adapted {
                     let rank = [4, 16, 1][(expert + proj as usize) % 3];
-                    let ranks = (rank, MoeCase::MAX_RANK);
-                    let adapter =
-                        TestAdapter::random(rng, Fill::Signed, ranks, MoeCase::dims(proj));
+                    let dims = MoeCase::dims(proj);
+                    let adapter = TestAdapter::random(rng, Fill::Signed, rank, dims);
                     adapters.insert((slot, expert, proj), adapter);
                 }
             }

@@ -20,8 +20,7 @@ pub fn router_folds_agree(backend: &TestBackend) {
     let mut rng = Rng::new(11);
     let memory = Arc::clone(backend) as Arc<dyn DeviceMemory>;
     let dims = (HIDDEN as u32, EXPERTS as u32);
-    let adapters =
-        [4, 16].map(|rank| TestAdapter::random(&mut rng, Fill::Signed, (rank, 16), dims));
+    let adapters = [4, 16].map(|rank| TestAdapter::random(&mut rng, Fill::Signed, rank, dims));
     let on_device = adapters
         .each_ref()
         .map(|adapter| adapter.upload(&memory).expect("upload"));

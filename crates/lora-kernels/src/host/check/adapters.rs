@@ -7,6 +7,7 @@ use crate::host::memory::Arena;
 use crate::params::site_scratch_bytes;
 use crate::{DeltaParams, DeltaSite, KernelError, Operand, PAIR_ALIGN};
 use lora_weights::device::DevicePtr;
+use lora_weights::padded_rank;
 
 /// A site with the adapter of each tile.
 pub(super) fn check_site(
@@ -110,6 +111,14 @@ impl<'a> Tables<'a> {
         Ok((found.a != 0 && found.rank > 0).then_some(found))
     }
 
+    /// Elements from one row of B to the next.
+    fn b_stride(&self, rank: u32) -> u32 {
+        match self.lists {
+            None => self.site.max_rank,
+            Some(_) => padded_rank(rank),
+        }
+    }
+
     /// The adapter of an entry, its addresses checked.
     fn adapter(
         &self,
@@ -124,10 +133,12 @@ impl<'a> Tables<'a> {
         KernelError::check_ptr(of("A"), DevicePtr(entry.a), PAIR_ALIGN)?;
         KernelError::check_ptr(of("B"), DevicePtr(entry.b), PAIR_ALIGN)?;
         let a_elements = u64::from(entry.rank) * u64::from(k_in);
-        let b_elements = u64::from(self.site.n_out) * u64::from(self.site.max_rank);
+        let b_stride = self.b_stride(entry.rank);
+        let b_elements = u64::from(self.site.n_out) * u64::from(b_stride);
         Ok(Some(Adapter {
             a: arena.span(of("A"), entry.a, a_elements)?,
             b: arena.span(of("B"), entry.b, b_elements)?,
+            b_stride: b_stride as usize,
             rank: entry.rank as usize,
             scale: entry.scale,
         }))
