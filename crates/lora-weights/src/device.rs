@@ -122,6 +122,72 @@ impl UploadCopy {
             rows: 1,
         }
     }
+
+    /// Each row: where it begins in the staging buffer, and its destination.
+    pub fn row_starts(&self) -> impl Iterator<Item = (usize, DevicePtr)> {
+        let Self {
+            src_offset,
+            src_stride,
+            dst,
+            dst_stride,
+            rows,
+            ..
+        } = *self;
+        (0..rows).map(move |row| {
+            let dst = dst.offset((row * dst_stride) as u64);
+            (src_offset + row * src_stride, dst)
+        })
+    }
+}
+
+/// Staging memory in plain host memory, for implementations that have none better.
+#[derive(Debug)]
+pub struct HostStaging {
+    /// 64-bit words, so that the bytes are aligned as the trait promises.
+    words: Vec<u64>,
+    bytes: usize,
+}
+
+impl HostStaging {
+    /// `bytes` zeroed bytes.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfMemory`] where the host has not that much.
+    pub fn zeroed(bytes: usize) -> Result<Self, MemoryError> {
+        Self::reusing(Vec::new(), bytes)
+    }
+
+    /// `bytes` zeroed bytes in an allocation that is there already, grown where it is too small.
+    ///
+    /// # Errors
+    /// As [`zeroed`](Self::zeroed).
+    pub fn reusing(mut words: Vec<u64>, bytes: usize) -> Result<Self, MemoryError> {
+        let needed = bytes.div_ceil(size_of::<u64>());
+        words.clear();
+        words
+            .try_reserve_exact(needed)
+            .map_err(|_| MemoryError::OutOfMemory {
+                requested: bytes as u64,
+                free: 0,
+            })?;
+        words.resize(needed, 0);
+        Ok(Self { words, bytes })
+    }
+
+    /// The allocation, to be reused.
+    pub fn into_words(self) -> Vec<u64> {
+        self.words
+    }
+}
+
+impl StagingBuffer for HostStaging {
+    fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.bytes]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes]
+    }
 }
 
 /// An upload under way. Dropping it without waiting waits first, so that the staging memory outlives the copy.
@@ -134,6 +200,19 @@ pub trait Completion: Send {
     /// backend has none.
     fn event(&self) -> Option<u64> {
         None
+    }
+}
+
+/// An upload that has already happened, for implementations whose copies are done when they return.
+pub struct Landed(pub Box<dyn StagingBuffer>);
+
+impl Completion for Landed {
+    fn is_done(&self) -> Result<bool, MemoryError> {
+        Ok(true)
+    }
+
+    fn wait(self: Box<Self>) -> Result<Box<dyn StagingBuffer>, MemoryError> {
+        Ok(self.0)
     }
 }
 

@@ -36,14 +36,14 @@ use check::check_delta;
 use expert_entries::find_entries;
 use job::{Delta, DeltaJob};
 use lora_weights::device::{
-    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+    Completion, DeviceMemory, DevicePtr, Landed, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
 };
 use memory::Arena;
 use overlay::{DiffJob, Head, HeadJob};
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use pool::{Job, Pool};
 use simd::Simd;
-use staging::{Done, StagingPool, run_copy};
+use staging::{StagingPool, run_copy};
 use std::fmt;
 use std::sync::Arc;
 
@@ -216,7 +216,7 @@ impl DeviceMemory for HostBackend {
         for copy in copies {
             run_copy(source.bytes(), copy, || self.arena())?;
         }
-        Ok(Box::new(Done(source)))
+        Ok(Box::new(Landed(source)))
     }
 
     fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {

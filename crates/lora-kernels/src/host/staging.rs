@@ -1,7 +1,7 @@
-//! Staging buffers of plain memory, recycled, and uploads that are done at once.
+//! Staging buffers of plain memory, recycled, and the copies out of them.
 
 use super::memory::Arena;
-use lora_weights::device::{Completion, MemoryError, StagingBuffer, UploadCopy};
+use lora_weights::device::{HostStaging, MemoryError, StagingBuffer, UploadCopy};
 use parking_lot::Mutex;
 use std::sync::{Arc, Weak};
 
@@ -23,19 +23,9 @@ impl StagingPool {
         self: &Arc<Self>,
         bytes: usize,
     ) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        let words = bytes.div_ceil(size_of::<u64>());
-        let mut buffer = self.take(words);
-        buffer.clear();
-        buffer
-            .try_reserve_exact(words)
-            .map_err(|_| MemoryError::OutOfMemory {
-                requested: bytes as u64,
-                free: 0,
-            })?;
-        buffer.resize(words, 0);
-        Ok(Box::new(HostStaging {
-            words: buffer,
-            bytes,
+        let words = self.take(bytes.div_ceil(size_of::<u64>()));
+        Ok(Box::new(Recycled {
+            staging: Some(HostStaging::reusing(words, bytes)?),
             home: Arc::downgrade(self),
         }))
     }
@@ -63,40 +53,29 @@ impl StagingPool {
     }
 }
 
-struct HostStaging {
-    words: Vec<u64>,
-    bytes: usize,
+struct Recycled {
+    /// There until it is dropped.
+    staging: Option<HostStaging>,
     home: Weak<StagingPool>,
 }
 
-impl StagingBuffer for HostStaging {
+impl StagingBuffer for Recycled {
     fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.bytes]
+        self.staging.as_ref().map_or(&[], HostStaging::bytes)
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes]
+        self.staging
+            .as_mut()
+            .map_or(&mut [], HostStaging::bytes_mut)
     }
 }
 
-impl Drop for HostStaging {
+impl Drop for Recycled {
     fn drop(&mut self) {
-        if let Some(home) = self.home.upgrade() {
-            home.put_back(std::mem::take(&mut self.words));
+        if let (Some(home), Some(staging)) = (self.home.upgrade(), self.staging.take()) {
+            home.put_back(staging.into_words());
         }
-    }
-}
-
-/// An upload that has already happened.
-pub(super) struct Done(pub(super) Box<dyn StagingBuffer>);
-
-impl Completion for Done {
-    fn is_done(&self) -> Result<bool, MemoryError> {
-        Ok(true)
-    }
-
-    fn wait(self: Box<Self>) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        Ok(self.0)
     }
 }
 
@@ -113,9 +92,7 @@ pub(super) fn run_copy<G: std::ops::DerefMut<Target = Arena>>(
     let mut arena = lock();
     arena.check(copy.dst, extent(copy, copy.dst_stride))?;
     let mut moved = 0;
-    for row in 0..copy.rows {
-        let from = copy.src_offset + row * copy.src_stride;
-        let to = copy.dst.offset((row * copy.dst_stride) as u64);
+    for (from, to) in copy.row_starts() {
         for at in (0..copy.row_bytes).step_by(PIECE) {
             let len = PIECE.min(copy.row_bytes - at);
             if moved + len > PIECE {

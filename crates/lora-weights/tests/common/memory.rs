@@ -1,5 +1,6 @@
 use lora_weights::device::{
-    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+    Completion, DeviceMemory, DevicePtr, HostStaging, MemoryError, MemoryInfo, StagingBuffer,
+    UploadCopy,
 };
 use parking_lot::{Condvar, Mutex};
 use std::collections::BTreeMap;
@@ -157,8 +158,7 @@ impl State {
         copy: &UploadCopy,
         scribble: bool,
     ) -> Result<(), MemoryError> {
-        for row in 0..copy.rows {
-            let from = copy.src_offset + row * copy.src_stride;
+        for (from, dst) in copy.row_starts() {
             let source = source
                 .get(from..from + copy.row_bytes)
                 .ok_or(MemoryError::BadCopy {
@@ -166,7 +166,6 @@ impl State {
                     row_bytes: copy.row_bytes as u64,
                     side: "source",
                 })?;
-            let dst = copy.dst.offset((row * copy.dst_stride) as u64);
             let dst = self.slice(dst, copy.row_bytes)?;
             if scribble {
                 dst.fill(0xa5);
@@ -201,19 +200,17 @@ fn injected(operation: &'static str) -> MemoryError {
 }
 
 struct TestStaging {
-    /// 64-bit words, so that the bytes are aligned as the trait promises.
-    words: Vec<u64>,
-    bytes: usize,
+    staging: HostStaging,
     state: Arc<(Mutex<State>, Condvar)>,
 }
 
 impl StagingBuffer for TestStaging {
     fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.bytes]
+        self.staging.bytes()
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes]
+        self.staging.bytes_mut()
     }
 }
 
@@ -308,8 +305,7 @@ impl DeviceMemory for TestMemory {
         state.stagings += 1;
         drop(state);
         Ok(Box::new(TestStaging {
-            words: vec![0; bytes.div_ceil(8)],
-            bytes,
+            staging: HostStaging::zeroed(bytes)?,
             state: Arc::clone(&self.state),
         }))
     }
