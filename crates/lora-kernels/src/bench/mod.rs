@@ -1,8 +1,9 @@
-//! Times of the deltas of one layer, with weights cold in the L2 cache, checked before they are timed.
+//! Times of the deltas of one layer and of token overlays, with weights cold in the L2 cache, checked before they are timed.
 //!
 //! A [`DeltaBench`] holds a [`DeltaShape`] on a [`BenchDevice`]: enough copies of its adapters that four times the L2 is read
 //! between two uses of one. On a GPU the launches of all copies are captured in one graph, whose replays device events time; on the host calls are
-//! timed one after the other. [`DeltaTable`] prints what came out next to what memory allows. The criterion bench `cuda_delta` and `lora bench` both use this.
+//! timed one after the other. [`DeltaTable`] prints what came out next to what memory allows. An [`OverlayBench`] does the same for building and applying
+//! overlays, an [`OverlayReport`] prints it. The benches of the CUDA backend and `lora bench` use both.
 //!
 //! ```
 //! use lora_kernels::bench::{BenchDevice, DeltaBench, DeltaTable, TINY_LAYER, TINY_SHAPES};
@@ -21,13 +22,20 @@
 
 mod delta;
 mod device;
+mod overlay;
 mod shapes;
 mod table;
 
 pub use delta::DeltaBench;
 pub use device::{BenchDevice, Work};
+pub use overlay::{
+    H200_OVERLAYS, HOST_OVERLAYS, OverlayBench, OverlayReport, OverlayShape, OverlayTimes,
+    OverlayWork, TINY_OVERLAYS,
+};
 pub use shapes::{
     DeltaShape, H200_SHAPES, HOST_SHAPES, LLAMA_8B_LAYER, LayerSite, TINY_LAYER, TINY_SHAPES,
     TimeGoal,
 };
 pub use table::{DeltaTable, DeltaTimes, copy_bandwidth};
+
+use table::grid;

@@ -120,28 +120,33 @@ impl fmt::Display for DeltaTable {
         let sites = self.lines.first().map_or(&[][..], |times| &times.site_us);
         rows[0].extend(sites.iter().map(|(name, _)| format!("{name} us")));
         rows.extend(self.lines.iter().map(|times| self.cells(times)));
-        let width = |column: usize| {
-            let cells = rows.iter().filter_map(|row| row.get(column));
-            cells.map(String::len).max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
         writeln!(f, "{}", self.device)?;
-        for (index, row) in rows.iter().enumerate() {
-            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                match column {
-                    0 => write!(f, "| {cell:<width$} |")?,
-                    _ => write!(f, " {cell:>width$} |")?,
-                }
-            }
-            writeln!(f)?;
-            if index == 0 {
-                let rule = |width: &usize| "-".repeat(width + 2);
-                let rules: Vec<String> = widths.iter().map(rule).collect();
-                writeln!(f, "|{}|", rules.join("|"))?;
+        grid(f, &rows)
+    }
+}
+
+/// Cells in columns as wide as their widest, a rule below the first row; the first column flush left, the others right.
+pub(super) fn grid(f: &mut fmt::Formatter<'_>, rows: &[Vec<String>]) -> fmt::Result {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(String::len).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    for (index, row) in rows.iter().enumerate() {
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            match column {
+                0 => write!(f, "| {cell:<width$} |")?,
+                _ => write!(f, " {cell:>width$} |")?,
             }
         }
-        Ok(())
+        writeln!(f)?;
+        if index == 0 {
+            let rule = |width: &usize| "-".repeat(width + 2);
+            let rules: Vec<String> = widths.iter().map(rule).collect();
+            writeln!(f, "|{}|", rules.join("|"))?;
+        }
     }
+    Ok(())
 }
 
 #[cfg(test)]

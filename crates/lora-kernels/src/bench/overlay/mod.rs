@@ -1,0 +1,310 @@
+//! Times of token overlays: building one, and applying them to a batch.
+
+mod apply;
+mod build;
+mod table;
+
+pub use table::{OverlayReport, OverlayTimes};
+
+use super::{BenchDevice, Work};
+use crate::testing::Verdict;
+use crate::{KernelError, Stream};
+use std::fmt;
+
+/// Rows of random values that tables are filled with, again and again: making a whole vocabulary's would take longer than measuring.
+const BLOCK_ROWS: usize = 2048;
+
+/// What of an overlay is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OverlayWork {
+    /// Row diff of two tables, and a gather of the rows that differ.
+    Build {
+        /// Rows that differ.
+        changed: u32,
+    },
+    /// Embedding rows replaced and BF16 logits computed anew.
+    Apply {
+        /// Rows of the batch, shared evenly by the adapters.
+        rows: u32,
+        /// Adapters, each with an overlay of its own.
+        adapters: u32,
+        /// Ids of each overlay, spread evenly over the vocabulary.
+        ids: u32,
+    },
+}
+
+/// A measurement of overlays of one vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OverlayShape {
+    /// Rows of the served table.
+    pub vocab: u32,
+    /// Its columns.
+    pub hidden: u32,
+    /// What is done.
+    pub work: OverlayWork,
+}
+
+const fn qwen(work: OverlayWork) -> OverlayShape {
+    OverlayShape {
+        vocab: 152_064,
+        hidden: 4096,
+        work,
+    }
+}
+
+const fn whole(rows: u32) -> OverlayShape {
+    let (adapters, ids) = (1, 152_064);
+    qwen(OverlayWork::Apply {
+        rows,
+        adapters,
+        ids,
+    })
+}
+
+/// What an H200 is measured by: a vocabulary of 152 thousand, some ids of it and all.
+pub const H200_OVERLAYS: [OverlayShape; 6] = [
+    qwen(OverlayWork::Build { changed: 1521 }),
+    qwen(OverlayWork::Apply {
+        rows: 256,
+        adapters: 4,
+        ids: 1024,
+    }),
+    qwen(OverlayWork::Apply {
+        rows: 8,
+        adapters: 8,
+        ids: 16,
+    }),
+    whole(1),
+    whole(64),
+    whole(256),
+];
+
+/// What a host is measured by.
+pub const HOST_OVERLAYS: [OverlayShape; 2] = [
+    OverlayShape {
+        vocab: 32_000,
+        hidden: 2048,
+        work: OverlayWork::Build { changed: 320 },
+    },
+    OverlayShape {
+        vocab: 32_000,
+        hidden: 2048,
+        work: OverlayWork::Apply {
+            rows: 16,
+            adapters: 4,
+            ids: 256,
+        },
+    },
+];
+
+/// Sizes that take no time: whether everything runs, not how fast.
+pub const TINY_OVERLAYS: [OverlayShape; 3] = [
+    OverlayShape {
+        vocab: 500,
+        hidden: 64,
+        work: OverlayWork::Build { changed: 7 },
+    },
+    OverlayShape {
+        vocab: 500,
+        hidden: 64,
+        work: OverlayWork::Apply {
+            rows: 9,
+            adapters: 3,
+            ids: 20,
+        },
+    },
+    OverlayShape {
+        vocab: 500,
+        hidden: 64,
+        work: OverlayWork::Apply {
+            rows: 3,
+            adapters: 1,
+            ids: 500,
+        },
+    },
+];
+
+impl OverlayShape {
+    /// Names of its two launches.
+    pub fn parts(&self) -> [&'static str; 2] {
+        match self.work {
+            OverlayWork::Build { .. } => ["row diff", "gather"],
+            OverlayWork::Apply { .. } => ["embedding", "head"],
+        }
+    }
+
+    /// Bytes that no implementation can go below: what it reads and writes, once.
+    pub fn floor_bytes(&self) -> u64 {
+        let row = u64::from(self.hidden) * 2;
+        match self.work {
+            OverlayWork::Build { changed } => {
+                2 * u64::from(self.vocab) * row + 2 * u64::from(changed) * row
+            }
+            OverlayWork::Apply {
+                rows,
+                adapters,
+                ids,
+            } => {
+                let (rows, ids) = (u64::from(rows), u64::from(ids));
+                let overlays = u64::from(adapters) * ids * row;
+                // Embedding rows read and written, hidden rows read, logits written.
+                overlays + 3 * rows * row + rows * ids * 2
+            }
+        }
+    }
+
+    /// Multiplications and additions.
+    pub fn flops(&self) -> u64 {
+        match self.work {
+            OverlayWork::Build { .. } => 0,
+            OverlayWork::Apply { rows, ids, .. } => {
+                2 * u64::from(rows) * u64::from(ids) * u64::from(self.hidden)
+            }
+        }
+    }
+
+    /// What it should take at most where a large copy moves `bandwidth` bytes a microsecond: once and a half the floor, and for launches that are
+    /// over sooner than that 4 us more. A product of a whole table is not bound by bytes and has none.
+    pub fn reach_us(&self, bandwidth: f64) -> Option<f64> {
+        let floor = self.floor_bytes() as f64 / bandwidth;
+        match self.work {
+            OverlayWork::Build { .. } => Some(1.5 * floor),
+            OverlayWork::Apply { ids, .. } => (ids < self.vocab).then_some(1.5 * floor + 4.0),
+        }
+    }
+}
+
+impl fmt::Display for OverlayShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.work {
+            OverlayWork::Build { changed } => write!(f, "build, {changed} rows differ")?,
+            OverlayWork::Apply {
+                rows,
+                adapters,
+                ids,
+            } => write!(f, "apply, {rows} rows, {adapters} of {ids} ids")?,
+        }
+        write!(f, ", {} x {}", self.vocab, self.hidden)
+    }
+}
+
+/// One kind of work on the device: its two launches.
+trait Launches {
+    /// Copies of its data, so that each is cold when its turn comes again.
+    fn copies(&self) -> usize;
+
+    /// Enqueues launch `part` on copy `copy`.
+    fn enqueue(&mut self, part: usize, copy: usize, stream: Stream) -> Result<(), KernelError>;
+
+    /// Runs both and compares with the reference.
+    fn check(&mut self) -> Result<Verdict, KernelError>;
+}
+
+/// An [`OverlayShape`] with its tables and rows on a device.
+pub struct OverlayBench<'d> {
+    device: &'d BenchDevice,
+    shape: OverlayShape,
+    launches: Box<dyn Launches>,
+}
+
+impl<'d> OverlayBench<'d> {
+    /// Makes random tables and uploads them.
+    ///
+    /// # Errors
+    /// What allocation and upload give.
+    pub fn new(device: &'d BenchDevice, shape: OverlayShape) -> Result<Self, KernelError> {
+        let launches: Box<dyn Launches> = match shape.work {
+            OverlayWork::Build { changed } => {
+                Box::new(build::Build::new(device.backend(), shape, changed)?)
+            }
+            OverlayWork::Apply { .. } => Box::new(apply::Apply::new(device.backend(), shape)?),
+        };
+        Ok(Self {
+            device,
+            shape,
+            launches,
+        })
+    }
+
+    /// Runs it once and compares: distances and copies exactly, some logits at a tolerance.
+    ///
+    /// # Errors
+    /// What launching gives.
+    pub fn check(&mut self) -> Result<Verdict, KernelError> {
+        self.launches.check()
+    }
+
+    /// Times both launches together and each alone: medians of `runs` runs.
+    ///
+    /// # Errors
+    /// What launching gives.
+    pub fn measure(&mut self, runs: usize) -> Result<OverlayTimes, KernelError> {
+        let [first, second] = self.shape.parts();
+        Ok(OverlayTimes {
+            shape: self.shape,
+            us: self.part_us(&[0, 1], runs)?,
+            parts: [
+                (first, self.part_us(&[0], runs)?),
+                (second, self.part_us(&[1], runs)?),
+            ],
+        })
+    }
+
+    fn part_us(&mut self, parts: &[usize], runs: usize) -> Result<f64, KernelError> {
+        let copies = self.launches.copies() as f64;
+        Ok(self.work(parts)?.median_us(runs)? / copies)
+    }
+
+    fn work(&mut self, parts: &[usize]) -> Result<Work<'_>, KernelError> {
+        let Self {
+            device, launches, ..
+        } = self;
+        let parts = parts.to_vec();
+        device.record(move |stream| {
+            for copy in 0..launches.copies() {
+                for &part in &parts {
+                    launches.enqueue(part, copy, stream)?;
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Whether two rows are the same, as a verdict: nothing off, or infinitely much.
+fn exact(same: bool) -> Verdict {
+    Verdict {
+        worst: if same { 0.0 } else { f64::INFINITY },
+        rms: 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::HostBackend;
+
+    #[test]
+    fn checks_pass_and_measurements_have_both_parts() {
+        let device = BenchDevice::host(HostBackend::new());
+        for shape in TINY_OVERLAYS {
+            let mut bench = OverlayBench::new(&device, shape).unwrap();
+            let verdict = bench.check().unwrap();
+            assert!(verdict.passes(), "{shape}: {verdict:?}");
+            let times = bench.measure(1).unwrap();
+            assert_eq!(times.parts.map(|(name, _)| name), shape.parts());
+            assert!(times.us > 0.0);
+        }
+    }
+
+    #[test]
+    fn a_floor_counts_every_byte_once() {
+        let [build, apply, ..] = H200_OVERLAYS;
+        assert_eq!(build.floor_bytes(), 2 * (152_064 + 1521) * 8192);
+        let (overlays, rows) = (4 * 1024 * 8192, 256 * 8192);
+        assert_eq!(apply.floor_bytes(), overlays + 3 * rows + 256 * 1024 * 2);
+        assert_eq!(apply.flops(), 2 * 256 * 1024 * 4096);
+        let whole = H200_OVERLAYS[5];
+        assert_eq!(whole.reach_us(4.3e6), None);
+    }
+}
