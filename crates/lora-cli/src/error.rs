@@ -1,6 +1,6 @@
 //! Why a command could not do its work. Shown on one line, with the file's name.
 
-use lora_kernels::bench::DeltaShape;
+use lora_kernels::bench::{DeltaShape, OverlayShape};
 use lora_kernels::testing::Verdict;
 use lora_runtime::RuntimeError;
 use lora_runtime::config::ConfigError;
@@ -42,6 +42,14 @@ pub enum CliError {
     WrongDelta {
         /// The batch.
         shape: DeltaShape,
+        /// How far it is off.
+        verdict: Verdict,
+    },
+    /// An overlay that was not built or applied as the reference says: its times would mean nothing.
+    #[error("overlay ({shape}) is wrong: {verdict:?}, where 1 is the most that is allowed")]
+    WrongOverlay {
+        /// What was done.
+        shape: OverlayShape,
         /// How far it is off.
         verdict: Verdict,
     },

@@ -101,8 +101,9 @@ fn quick_bench_times_every_stage() {
     let adapters = json["adapters"].as_array().expect("a list");
     assert!(adapters.iter().any(|t| t["what"] == "audit and pack"));
     let deltas = json["deltas"].as_array().expect("a list");
-    assert!(!deltas.is_empty());
-    for timing in adapters.iter().chain(deltas) {
+    let overlays = json["overlays"].as_array().expect("a list");
+    assert!(!deltas.is_empty() && !overlays.is_empty());
+    for timing in adapters.iter().chain(deltas).chain(overlays) {
         let us = timing["microseconds"].as_f64();
         assert!(us.is_some_and(|us| us > 0.0), "{timing}");
     }
@@ -110,12 +111,15 @@ fn quick_bench_times_every_stage() {
         assert!(delta["moved_bytes"].as_u64() >= delta["floor_bytes"].as_u64());
         assert!(delta["sites"]["gate_up"].as_f64() > Some(0.0), "{delta}");
     }
+    let parts = ["row diff", "gather"].map(|part| &overlays[0]["parts"][part]);
+    assert!(parts.iter().all(|us| us.as_f64() > Some(0.0)), "{parts:?}");
 }
 
 #[test]
-fn quick_bench_prints_a_table_of_deltas() {
+fn quick_bench_prints_tables_of_deltas_and_overlays() {
     let output = lora(&["bench", "--quick"]);
     assert_eq!(output.code, 0, "{}", output.err);
     assert!(output.out.contains("| moved/floor |"), "{}", output.out);
     assert!(output.out.contains("rank 4 of 24, 6 rows, 3 adapters"));
+    assert!(output.out.contains("build, 7 rows differ, 500 x 64"));
 }

@@ -1,11 +1,13 @@
-//! What `lora bench` measures: bringing an adapter in, and adding its deltas.
+//! What `lora bench` measures: bringing an adapter in, adding its deltas, and token overlays.
 
 mod deltas;
 mod loading;
+mod overlays;
 mod synthetic;
 
 pub use deltas::{bench_device, delta_times};
 pub use loading::{Synthetic, adapter_times};
+pub use overlays::overlay_times;
 pub use synthetic::Shape;
 
 use std::time::Instant;

@@ -1,10 +1,10 @@
 //! `lora bench`: this machine's times.
 
-use crate::bench::{Shape, Synthetic, adapter_times, bench_device, delta_times};
+use crate::bench::{Shape, Synthetic, adapter_times, bench_device, delta_times, overlay_times};
 use crate::options::BackendArg;
 use crate::report::table;
 use crate::{Answer, CliError, Console};
-use lora_kernels::bench::{DeltaTable, DeltaTimes};
+use lora_kernels::bench::{DeltaTable, DeltaTimes, OverlayReport, OverlayTimes};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -51,6 +51,7 @@ struct BenchJson<'a> {
     device: &'a str,
     adapters: Vec<Timing>,
     deltas: Vec<DeltaJson>,
+    overlays: Vec<OverlayJson>,
 }
 
 /// Times of the deltas of a layer in JSON, microseconds where nothing else is said.
@@ -92,10 +93,36 @@ impl DeltaJson {
     }
 }
 
+/// Times of building or applying overlays in JSON, microseconds where nothing else is said.
+#[derive(Debug, Serialize)]
+struct OverlayJson {
+    what: String,
+    microseconds: f64,
+    parts: BTreeMap<&'static str, f64>,
+    reach: Option<f64>,
+    floor: Option<f64>,
+    floor_bytes: u64,
+    flops: u64,
+}
+
+impl OverlayJson {
+    fn new(report: &OverlayReport, times: &OverlayTimes) -> Self {
+        Self {
+            what: times.shape.to_string(),
+            microseconds: times.us,
+            parts: times.parts.into(),
+            reach: report.reach_us(times),
+            floor: report.floor_us(times),
+            floor_bytes: times.shape.floor_bytes(),
+            flops: times.shape.flops(),
+        }
+    }
+}
+
 /// Measures and prints.
 ///
 /// # Errors
-/// A backend that is not there, a disk without room for the synthetic adapter, a delta that is wrong, output that cannot
+/// A backend that is not there, a disk without room for the synthetic adapter, a delta or an overlay that is wrong, output that cannot
 /// be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
     let device = bench_device(options.backend)?;
@@ -107,12 +134,17 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
     let synthetic = Synthetic::write(shape, console)?;
     let adapters = adapter_times(&synthetic, device.backend())?;
     let deltas = delta_times(&device, options.quick)?;
+    let overlays = overlay_times(&device, options.quick)?;
     if options.json {
         let lines = deltas.lines.iter();
+        let overlay_lines = overlays.lines.iter();
         let json = BenchJson {
             device: &deltas.device,
             adapters,
             deltas: lines.map(|times| DeltaJson::new(&deltas, times)).collect(),
+            overlays: overlay_lines
+                .map(|times| OverlayJson::new(&overlays, times))
+                .collect(),
         };
         serde_json::to_writer_pretty(&mut *console.out, &json)?;
         writeln!(console.out)?;
@@ -128,6 +160,6 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
             timing.rate(),
         ]);
     }
-    writeln!(console.out, "{rows}\n\n{deltas}")?;
+    writeln!(console.out, "{rows}\n\n{deltas}\n{overlays}")?;
     Ok(Answer::Passed)
 }
