@@ -66,8 +66,8 @@ mod slots;
 mod store;
 
 pub use audit::{
-    AdapterBytes, AuditReason, AuditReport, AuditedPair, Finding, OutputRows, PairSource,
-    StackedPair, audit_adapter, audit_dir,
+    AdapterBytes, AuditReason, AuditReport, AuditedPair, Finding, OutputRows, OverlayRows,
+    OverlayTableRows, PairSource, StackedPair, audit_adapter, audit_dir,
 };
 pub use error::{UploadStage, WeightsError};
 pub use identity::{BASE_ADAPTER_ID, adapter_id_hash};

@@ -21,7 +21,7 @@ mod tests;
 pub use finding::Finding;
 pub use pair::{AuditedPair, OutputRows, PairSource, StackedPair};
 pub use reason::AuditReason;
-pub use report::{AdapterBytes, AuditReport};
+pub use report::{AdapterBytes, AuditReport, OverlayRows, OverlayTableRows};
 
 use crate::store::{Weights, open_config, open_weights, several_adapters};
 use crate::{
@@ -172,6 +172,7 @@ fn audit(context: Context<'_>, mut findings: Findings) -> AuditReport {
             .map(|&id| context.name(id).to_owned())
             .collect(),
         pairs,
+        overlay_rows: overlays::rows(context, &inventory.overlays),
         overlays: inventory.overlays,
         bytes,
     };

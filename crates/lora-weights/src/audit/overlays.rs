@@ -4,6 +4,7 @@ use super::AuditReason;
 use super::context::{Context, Findings};
 use super::inventory::{Halves, Inventory};
 use super::pairs::check_dtype;
+use super::{OverlayRows, OverlayTableRows};
 use crate::{OverlayTensor, OverlayTensorKind, OverlayTensors, RejectReason, TensorId};
 use lora_config::{AdapterConfig, TokenTable};
 
@@ -41,6 +42,33 @@ fn is_low_rank(tensor: &OverlayTensor) -> bool {
         tensor.kind,
         OverlayTensorKind::EmbeddingA | OverlayTensorKind::EmbeddingB
     )
+}
+
+/// Rows that each table's overlay replaces at most, and those it offers past the vocabulary.
+pub(super) fn rows(context: Context<'_>, overlays: &OverlayTensors) -> OverlayRows {
+    let of_table = |table| {
+        let trained = context.config.and_then(|config| trained_ids(config, table));
+        let vocab = context.spec.vocab_size;
+        let own = own_rows(overlays, table);
+        let past_own = |id: &&u32| (own.min(vocab)..vocab).contains(&(**id as usize));
+        let has_delta = overlays.get(table, OverlayTensorKind::Delta).is_some();
+        let trained = trained.filter(|_| has_delta).into_iter().flatten();
+        OverlayTableRows {
+            replaced: (own.min(vocab) + trained.filter(past_own).count()) as u64,
+            extension: own.saturating_sub(vocab) as u64,
+        }
+    };
+    OverlayRows {
+        embed: of_table(TokenTable::Embed),
+        lm_head: of_table(TokenTable::LmHead),
+    }
+}
+
+/// Rows of the adapter's own table, 0 without.
+fn own_rows(overlays: &OverlayTensors, table: TokenTable) -> usize {
+    let own = overlays.own_table(table);
+    own.and_then(|tensor| tensor.shape.first().copied())
+        .unwrap_or(0)
 }
 
 /// Bytes of the rows and tables as BF16, before rows that equal the served ones are left out. Saturates.
@@ -82,10 +110,11 @@ fn check_tensor(context: Context<'_>, tensor: &OverlayTensor, findings: &mut Fin
         }
         _ if !context.pool.policy.overlays => {
             let message = format!(
-                "replaces rows of {}, and the policy does not take overlays",
+                "replaces rows of {}, and nothing applies them: register the engine's served tables (LoraRuntime::serve_tables), or apply them \
+                 and say so (LoadPolicy::overlays)",
                 tensor.module.peft_name()
             );
-            findings.error(AuditReason::OverlayUnimplemented, &tensor.name, message);
+            findings.error(AuditReason::OverlayUnapplied, &tensor.name, message);
         }
         _ => {}
     }
@@ -149,11 +178,7 @@ fn check_ids(
     overlays: &OverlayTensors,
     findings: &mut Findings,
 ) {
-    let own = [OverlayTensorKind::Base, OverlayTensorKind::FullTable]
-        .into_iter()
-        .filter_map(|kind| overlays.get(delta.module, kind)?.shape.first().copied())
-        .max()
-        .unwrap_or(0);
+    let own = own_rows(overlays, delta.module);
     let vocab = context.spec.vocab_size;
     let is_beyond = |id: &&u32| **id as usize >= vocab.max(own);
     if let Some(first) = ids.iter().find(is_beyond) {

@@ -45,8 +45,8 @@ pub enum AuditReason {
     SavedModuleMissing,
     /// Error: two tensors for one vocabulary table and role.
     DuplicateOverlayTensor,
-    /// Error: rows or tables of the vocabulary, and the policy does not take overlays.
-    OverlayUnimplemented,
+    /// Error: rows or tables of the vocabulary, and nothing that applies them.
+    OverlayUnapplied,
     /// Error: `ensure_weight_tying`, and the head's pair is not the transpose of the embedding's.
     TiedLoraMismatch,
     /// Error: DoRA's magnitude vectors.
@@ -101,7 +101,7 @@ impl AuditReason {
         Self::TokenBeyondVocab,
         Self::SavedModuleMissing,
         Self::DuplicateOverlayTensor,
-        Self::OverlayUnimplemented,
+        Self::OverlayUnapplied,
         Self::TiedLoraMismatch,
         Self::DoraUnimplemented,
         Self::BiasUnimplemented,
@@ -141,7 +141,7 @@ impl AuditReason {
             Self::TokenBeyondVocab => "token-beyond-vocab",
             Self::SavedModuleMissing => "saved-module-missing",
             Self::DuplicateOverlayTensor => "duplicate-overlay-tensor",
-            Self::OverlayUnimplemented => "overlay-unimplemented",
+            Self::OverlayUnapplied => "overlay-unapplied",
             Self::TiedLoraMismatch => "tied-lora-mismatch",
             Self::DoraUnimplemented => "dora-unimplemented",
             Self::BiasUnimplemented => "bias-unimplemented",

@@ -15,6 +15,26 @@ pub struct AdapterBytes {
     pub overlay: u64,
 }
 
+/// What an overlay does to one vocabulary table of the model, before it is compared with the served one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct OverlayTableRows {
+    /// Rows of the vocabulary that it replaces at most: those of the adapter's own table and the trained ones. Rows of a table of its own that equal
+    /// the served ones turn out not to be replaced.
+    pub replaced: u64,
+    /// Rows of ids that the model does not have, offered to an engine that extends its vocabulary.
+    pub extension: u64,
+}
+
+/// What the overlay of an adapter does, as far as its file tells. A tied head follows the embedding and is not counted again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct OverlayRows {
+    /// The input embedding.
+    #[serde(rename = "embed_tokens")]
+    pub embed: OverlayTableRows,
+    /// The LM head.
+    pub lm_head: OverlayTableRows,
+}
+
 /// Everything an audit saw.
 ///
 /// An adapter loads if [`ok`](Self::ok). Then `applied` and the number of `ignored` make `tensors`.
@@ -34,6 +54,8 @@ pub struct AuditReport {
     pub pairs: Vec<AuditedPair>,
     /// Rows and tables of the vocabulary.
     pub overlays: OverlayTensors,
+    /// Rows that they replace at most, and rows past the vocabulary.
+    pub overlay_rows: OverlayRows,
     /// Bytes on the device.
     pub bytes: AdapterBytes,
 }
@@ -84,7 +106,8 @@ impl AuditReport {
     }
 
     /// The report as JSON: `{"ok", "adapter", "applied", "ignored": [name], "tensors", "findings": [{"level", "reason", "tensor",
-    /// "message"}], "modules": [{"layer", "module", "expert", "rank", "scale"}], "bytes": {"slot", "expert", "overlay"}}`.
+    /// "message"}], "modules": [{"layer", "module", "expert", "rank", "scale"}], "bytes": {"slot", "expert", "overlay"},
+    /// "overlay": {"embed_tokens": {"replaced", "extension"}, "lm_head": {"replaced", "extension"}}}`.
     ///
     /// `level` is `error` or `warning`; `tensor` and `expert` are null where there is none; `module` is PEFT's path inside the layer
     /// with the expert's number left out.
@@ -113,6 +136,7 @@ impl Serialize for AuditReport {
             #[serde(serialize_with = "modules")]
             modules: &'a [AuditedPair],
             bytes: AdapterBytes,
+            overlay: OverlayRows,
         }
         Shape {
             ok: self.ok(),
@@ -123,6 +147,7 @@ impl Serialize for AuditReport {
             findings: &self.findings,
             modules: &self.pairs,
             bytes: self.bytes,
+            overlay: self.overlay_rows,
         }
         .serialize(serializer)
     }

@@ -75,6 +75,12 @@ impl OverlayTensors {
             .find(|t| t.module == module && t.kind == kind)
     }
 
+    /// The adapter's own whole table: its base, else a full table, which stands in for one.
+    pub fn own_table(&self, module: OverlayModule) -> Option<&OverlayTensor> {
+        self.get(module, OverlayTensorKind::Base)
+            .or_else(|| self.get(module, OverlayTensorKind::FullTable))
+    }
+
     /// All of them, in the order they were taken in.
     pub fn iter(&self) -> impl Iterator<Item = &OverlayTensor> {
         self.tensors.iter()

@@ -89,7 +89,7 @@ pub(crate) const REFUSED: [(&str, &str); 53] = [
     ("variant_pissa_raw", "config-init_lora_weights"),
     ("variant_tokens_only", "config-peft_type"),
     ("name_no_prefix", "not-peft-key"),
-    ("llama_tokens_unsorted", "overlay-unimplemented"),
+    ("llama_tokens_unsorted", "overlay-unapplied"),
 ];
 
 pub(crate) struct Case {

@@ -59,7 +59,7 @@ fn every_damaged_case_is_refused_for_what_is_wrong_with_it() {
     for case in refusals {
         let (_, reason) = REFUSED.iter().find(|(name, _)| *name == case.name).unwrap();
         let mut pool = pool();
-        pool.policy.overlays = *reason != "overlay-unimplemented";
+        pool.policy.overlays = *reason != "overlay-unapplied";
         let report = case.audit(&pool);
         let found = report.errors().any(|finding| finding.reason == *reason);
         assert!(found, "{}: {}", case.name, show(&report));

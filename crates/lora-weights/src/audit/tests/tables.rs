@@ -15,20 +15,42 @@ fn delta(rows: usize) -> MemoryTensor {
 }
 
 #[test]
-
 fn vocabulary_rows_load_where_the_policy_takes_them() {
     let fields = r#""trainable_token_indices": [5, 3]"#;
-    Try::new(fields, plus([delta(2)])).refused(AuditReason::OverlayUnimplemented);
+    Try::new(fields, plus([delta(2)])).refused(AuditReason::OverlayUnapplied);
     let report = Try::new(fields, plus([delta(2)])).with(overlays).loads();
     assert_eq!(report.applied, 5);
     assert_eq!(report.bytes.overlay, 2 * 32 * 2);
-    Try::new("", plus([tensor(format!("{HEAD}.weight"), 51, 32)]))
+    assert_eq!(report.overlay_rows.embed.replaced, 2);
+    let report = Try::new("", plus([tensor(format!("{HEAD}.weight"), 51, 32)]))
         .with(overlays)
         .loads();
+    let head = OverlayTableRows {
+        replaced: 48,
+        extension: 3,
+    };
+    assert_eq!(report.overlay_rows.lm_head, head);
 }
 
 #[test]
+fn rows_of_an_own_table_and_trained_rows_past_it_are_counted_once() {
+    let base = |rows| tensor(format!("{EMBED}.token_adapter.base_layer.weight"), rows, 32);
+    let fields = r#""trainable_token_indices": [5, 45, 3, 47]"#;
+    let rows = |base| {
+        let report = Try::new(fields, plus([delta(4), base]))
+            .with(overlays)
+            .loads();
+        report.overlay_rows.embed
+    };
+    let counted = |replaced, extension| OverlayTableRows {
+        replaced,
+        extension,
+    };
+    assert_eq!(rows(base(40)), counted(42, 0));
+    assert_eq!(rows(base(50)), counted(48, 2));
+}
 
+#[test]
 fn rows_and_ids_agree() {
     let check =
         |fields: &'static str, tensors: Vec<MemoryTensor>| Try::new(fields, tensors).with(overlays);
@@ -49,7 +71,6 @@ fn rows_and_ids_agree() {
 }
 
 #[test]
-
 fn a_tied_head_shares_the_embeddings_rows() {
     let fields = r#""trainable_token_indices": {"embed_tokens": [5, 3], "lm_head": [5, 3]}"#;
     let mut tied = specs::llama();
@@ -64,7 +85,6 @@ fn a_tied_head_shares_the_embeddings_rows() {
 }
 
 #[test]
-
 fn saved_tables_are_there_once() {
     let fields = r#""modules_to_save": ["lm_head"]"#;
     Try::new(fields, both_q()).refused(AuditReason::SavedModuleMissing);
@@ -81,7 +101,6 @@ fn saved_tables_are_there_once() {
 }
 
 #[test]
-
 fn low_rank_tables_are_refused_and_checked_for_their_tie() {
     let a = tensor(format!("{EMBED}.lora_embedding_A"), 2, 48);
     Try::new("", plus([a])).refused_as(RejectReason::LoraEmbeddingUnimplemented.as_str());
