@@ -1,70 +1,76 @@
-//! Token overlays: which rows of the embedding and of the LM head an adapter replaces, and where each comes from.
+//! Token overlays: whole rows of the embedding and of the LM head replaced, each row of a batch by its own adapter's.
 //!
 //! PEFT adapters can train whole rows of a vocabulary table (`trainable_tokens`) or save a whole table (`modules_to_save`, a resized
 //! vocabulary). Served, both are the same thing: a set of token ids, ascending and unique, each with a row that replaces the base
-//! model's. This crate decides that set:
+//! model's.
 //!
-//! - [`clamp_trainable_to_vocab`] pairs the k-th trained id with the k-th row, whatever their order, and keeps apart ids that only the
-//!   adapter's own, longer table has;
-//! - [`row_diff`] finds the rows of a saved table that differ from the served one;
-//! - [`build_override_set`] is their union, [`override_source`] where a member's row lies, [`slot_map`] the way back from a token id.
-//!
-//! It plans on the host. Applying overlays is not part of this version: the audit refuses adapters that need one by name
-//! (`overlay-unimplemented`), unless the caller's policy says that it applies them itself.
+//! 1. [`stage_overlay_raw`] uploads what an adapter's file holds.
+//! 2. [`build_overlay`] compares it with the tables that the engine serves ([`ServedTables`]) and keeps the rows that are overridden, compact, on the
+//!    device: an [`EmbedOverlay`]. The set is decided by [`clamp_trainable_to_vocab`], [`build_override_set`] and [`override_source`].
+//! 3. A [`TokenOverlaySet`] holds the overlays of a pool's slots; [`OverlaySlotRows`] binds one to the life of its slot.
+//! 4. [`TokenOverlaySet::apply_embeddings`] after the engine's gather, [`TokenOverlaySet::apply_logits`] after its LM head.
 //!
 //! ```
+//! use half::bf16;
+//! use lora_config::{ParseOptions, parse_peft_adapter_config};
+//! use lora_kernels::overlay::{OverlayTokens, SlotOfRow};
+//! use lora_kernels::{DeviceBuffer, LaunchOptions, LoraBackend, LoraKernels, Stream, host::HostBackend};
 //! use lora_overlay::*;
+//! use lora_weights::{AdapterStore, MemoryTensor, OverlayTensor, OverlayTensorKind, OverlayTensors, TensorId};
+//! use std::sync::Arc;
 //!
-//! // Ids as a config lists them: row 0 belongs to id 7, row 1 to id 2, row 2 to an id that the served vocabulary of 8 does not have.
-//! let trained = clamp_trainable_to_vocab(&[7, 2, 9], 8, 10)?;
-//! assert_eq!(trained.served, [TrainedRow { id: 7, row: 0 }, TrainedRow { id: 2, row: 1 }]);
-//! assert_eq!(trained.extension, [TrainedRow { id: 9, row: 2 }]);
+//! let backend: Arc<dyn LoraBackend> = Arc::new(HostBackend::new());
+//! let memory = backend.clone() as Arc<_>;
+//! let table = |values: &[f32]| values.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>();
 //!
-//! // Row 5 of the adapter's table differs from the served one too.
-//! let ids = build_override_set(&[5], &trained.served);
-//! assert_eq!(ids, [2, 5, 7]);
-//! assert_eq!(override_source(2, &trained.served), OverrideSource::Delta { row: 1 });
-//! assert_eq!(override_source(5, &trained.served), OverrideSource::Base { row: 5 });
-//! assert_eq!(slot_map(&ids, 8), [-1, -1, 0, -1, -1, 1, -1, 2]);
-//! # Ok::<(), OverlayError>(())
+//! // An adapter that trained tokens 2 and 0 of a model with a vocabulary of three, in this order. An audit finds its tensors.
+//! let name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta";
+//! let config = r#"{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": false, "trainable_token_indices": [2, 0]}"#;
+//! let rows = MemoryTensor::from_f32(name, [2, 2], &[5.0, 6.0, 7.0, 8.0]);
+//! let store = AdapterStore::from_tensors(config, [rows])?;
+//! let config = parse_peft_adapter_config(store.config_json(), &ParseOptions::default())?;
+//! let mut overlays = OverlayTensors::default();
+//! let (module, kind) = (lora_config::TokenTable::Embed, OverlayTensorKind::Delta);
+//! let _ = overlays.insert(OverlayTensor { module, kind, id: TensorId(0), name: name.into(), shape: vec![2, 2] });
+//!
+//! // Built against the engine's table, which is its head too, and installed in slot 1 of two.
+//! let embedding = DeviceBuffer::from_slice(backend.clone(), &table(&[0.0, 0.5, 1.0, 1.5, 2.0, 2.5]))?;
+//! let served = ServedTables::tied(ServedTable::view(embedding.mat(3, 2, 2)?));
+//! let raw = stage_overlay_raw(&memory, &store, &config, &overlays, 2)?.expect("it has rows");
+//! let builder = OverlayBuilder { backend: &backend, stream: Stream::OWN, threshold: ROWDIFF_THRESH };
+//! let overlay = build_overlay(builder, raw, &served)?.expect("it overrides two");
+//! let set = TokenOverlaySet::from_slots(memory, served.shape(2)?, [None, Some(Arc::new(overlay))])?;
+//!
+//! // A step of two rows of token 2: the first follows slot 0, the second slot 1.
+//! let kernels = LoraKernels::new(backend.clone(), LaunchOptions::default());
+//! let mut out = DeviceBuffer::from_slice(backend.clone(), &table(&[2.0, 2.5, 2.0, 2.5]))?;
+//! let (ids, slots) = (DeviceBuffer::from_slice(backend.clone(), &[2, 2])?, DeviceBuffer::from_slice(backend.clone(), &[0, 1])?);
+//! let tokens = OverlayTokens { ids: ids.token_ids(2)?, slots: SlotOfRow::Each(slots.row_slots(2)?) };
+//! let _ = set.apply_embeddings((&kernels, Stream::OWN), tokens, out.mat_mut(2, 2, 2)?)?;
+//! backend.synchronize(Stream::OWN)?;
+//! assert_eq!(out.download::<bf16>(0, 4)?, table(&[2.0, 2.5, 5.0, 6.0]));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 #![forbid(unsafe_code)]
 
-mod diff;
+mod build;
+mod error;
+mod extension;
+mod overlay;
 mod plan;
+mod served;
+mod set;
+mod stage;
 
-pub use diff::{ROWDIFF_THRESH, row_diff};
+pub use build::{OverlayBuilder, ROWDIFF_THRESH, build_overlay};
+pub use error::OverlayError;
+pub use extension::OverlaySlotRows;
+pub use overlay::{EmbedOverlay, ExtensionRows, HeadOverlay, LmHeadOverlay, RowDifference};
 pub use plan::{
     OverrideSource, TrainedRow, TrainedTokens, build_override_set, clamp_trainable_to_vocab,
     override_source, slot_map,
 };
-
-/// Why an overlay cannot be planned.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OverlayError {
-    /// A trained id that neither the served vocabulary nor the adapter's own table has.
-    #[error(
-        "REJECT[token-beyond-vocab]: trained token {id} is past the served vocabulary of {vocab} rows and past the {base_rows} rows of \
-         the adapter's own table; serve the model that the adapter was trained on"
-    )]
-    TokenBeyondVocab {
-        /// The id.
-        id: u32,
-        /// Rows of the served table.
-        vocab: u32,
-        /// Rows of the table in the adapter's file, 0 where it holds none.
-        base_rows: u32,
-    },
-    /// Two tables whose rows cannot be compared.
-    #[error(
-        "REJECT[overlay-shape]: a table of {elements} elements is not rows of the hidden size {hidden}"
-    )]
-    Shape {
-        /// Elements of the table.
-        elements: usize,
-        /// Hidden size.
-        hidden: usize,
-    },
-}
+pub use served::{ServedTable, ServedTables, VocabShape};
+pub use set::TokenOverlaySet;
+pub use stage::{OverlayRaw, OverlayRawSlot, stage_overlay_raw};

@@ -11,7 +11,7 @@ pub struct TrainedRow {
     pub row: u32,
 }
 
-/// Trained ids by whether the served table has them, each in the config's order.
+/// Trained ids by whether the served table has them, each list ascending by id.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TrainedTokens {
     /// Ids of the served vocabulary.
@@ -20,9 +20,10 @@ pub struct TrainedTokens {
     pub extension: Vec<TrainedRow>,
 }
 
-/// Pairs the k-th of `ids` with row k (PEFT: `delta[k]` replaces the row of `ids[k]`) and sorts them by whether a table of `vocab` rows has them.
+/// Pairs the k-th of `ids` with row k (PEFT: `delta[k]` replaces the row of `ids[k]`, whatever the order) and sorts them by whether a table of
+/// `vocab` rows has them.
 ///
-/// `base_rows` is the length of the adapter's own table, 0 where its file holds none.
+/// `base_rows` is the length of the adapter's own table, 0 where its file holds none. An id that stands twice keeps its first row.
 ///
 /// # Errors
 /// [`OverlayError::TokenBeyondVocab`] for the first id that neither has.
@@ -45,6 +46,10 @@ pub fn clamp_trainable_to_vocab(
                 base_rows,
             });
         }
+    }
+    for rows in [&mut trained.served, &mut trained.extension] {
+        rows.sort_by_key(|row| row.id);
+        rows.dedup_by_key(|row| row.id);
     }
     Ok(trained)
 }
@@ -76,11 +81,14 @@ pub enum OverrideSource {
     },
 }
 
-/// The source of `id`'s row: its delta where it was trained, else the adapter's own table.
+/// The source of `id`'s row: its delta where it was trained, else the adapter's own table. `trained` is ascending by id, as
+/// [`clamp_trainable_to_vocab`] gives it.
 pub fn override_source(id: u32, trained: &[TrainedRow]) -> OverrideSource {
-    match trained.iter().find(|row| row.id == id) {
-        Some(trained) => OverrideSource::Delta { row: trained.row },
-        None => OverrideSource::Base { row: id },
+    match trained.binary_search_by_key(&id, |row| row.id) {
+        Ok(at) => OverrideSource::Delta {
+            row: trained[at].row,
+        },
+        Err(_) => OverrideSource::Base { row: id },
     }
 }
 
@@ -103,14 +111,12 @@ mod tests {
 
     #[test]
     fn an_id_that_nobody_has_is_refused_with_all_numbers() {
-        let error = clamp_trainable_to_vocab(&[1, 4800], 48, 50).unwrap_err();
-        let expected = OverlayError::TokenBeyondVocab {
-            id: 4800,
-            vocab: 48,
-            base_rows: 50,
-        };
-        assert_eq!(error, expected);
-        assert!(error.to_string().contains("4800") && error.to_string().contains("48 rows"));
+        let error = clamp_trainable_to_vocab(&[1, 4800], 48, 50)
+            .expect_err("neither table has it")
+            .to_string();
+        for part in ["token-beyond-vocab", "4800", "48 rows", "50 rows"] {
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     proptest! {
@@ -121,7 +127,7 @@ mod tests {
         ) {
             let ids: Vec<u32> = ids.into_iter().collect();
             let differing: Vec<u32> = differing.into_iter().collect();
-            let trained = clamp_trainable_to_vocab(&ids, 100, 200).unwrap();
+            let trained = clamp_trainable_to_vocab(&ids, 100, 200).expect("all below 200");
             prop_assert_eq!(trained.served.len() + trained.extension.len(), ids.len());
             for row in trained.served.iter().chain(&trained.extension) {
                 prop_assert_eq!(ids[row.row as usize], row.id);

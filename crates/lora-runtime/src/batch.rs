@@ -1,6 +1,7 @@
 //! Which adapter each row of a step follows, on the device.
 
 use crate::{LoraRuntime, RuntimeError};
+use lora_kernels::overlay::SlotOfRow;
 use lora_kernels::{
     DeviceBuffer, LoraRows, RowGroups, RowGroupsSpec, RowSlots, Stream, TokenAdapters,
 };
@@ -14,6 +15,8 @@ use lora_weights::fill_seq_slot_host;
 pub struct RoutedBatch {
     rows: Vec<i32>,
     seq_slot: DeviceBuffer,
+    /// Whether `seq_slot` is the row map of the step.
+    holds_map: bool,
     groups: RowGroups,
 }
 
@@ -31,6 +34,7 @@ impl RoutedBatch {
                 runtime.memory(),
                 u64::from(max_rows) * size_of::<i32>() as u64,
             )?,
+            holds_map: false,
             groups: RowGroups::new(runtime.memory(), spec)?,
         })
     }
@@ -43,13 +47,15 @@ impl RoutedBatch {
         requests: &[i32],
         padded: usize,
     ) -> Result<(), RuntimeError> {
+        self.holds_map = false;
         self.rows.resize(padded, 0);
         fill_seq_slot_host(requests, &mut self.rows, runtime.weights().slot_space())?;
         self.seq_slot.upload(0, &self.rows)?;
         let rows = self.seq_slot.row_slots(padded)?;
-        Ok(self
-            .groups
-            .build(&**runtime.kernels().backend(), stream, rows)?)
+        self.groups
+            .build(&**runtime.kernels().backend(), stream, rows)?;
+        self.holds_map = true;
+        Ok(())
     }
 
     /// Groups the rows of a row map that is on the device already: legal under graph capture, where a replayed graph
@@ -60,6 +66,7 @@ impl RoutedBatch {
         stream: Stream,
         rows: RowSlots<'_>,
     ) -> Result<(), RuntimeError> {
+        self.holds_map = false;
         Ok(self
             .groups
             .build(&**runtime.kernels().backend(), stream, rows)?)
@@ -77,6 +84,16 @@ impl RoutedBatch {
     /// None in practice: the view is inside the buffer.
     pub fn token_adapters(&self) -> Result<TokenAdapters<'_>, RuntimeError> {
         Ok(self.seq_slot.token_adapters(self.rows.len())?)
+    }
+
+    /// The slot that each row follows; `None` where the step was routed from a row map of the engine's own.
+    pub(crate) fn slot_of_row(&self) -> Result<Option<SlotOfRow<'_>>, RuntimeError> {
+        if !self.holds_map {
+            return Ok(None);
+        }
+        Ok(Some(SlotOfRow::Each(
+            self.seq_slot.row_slots(self.rows.len())?,
+        )))
     }
 
     /// The groups.

@@ -3,6 +3,7 @@
 use lora_config::{ConfigError, FfnKind};
 use lora_kernels::KernelError;
 use lora_moe::MoeError;
+use lora_overlay::OverlayError;
 use lora_weights::{LoraModule, StoreError, VictimError, WeightsError};
 
 /// Why the runtime refused or failed.
@@ -42,6 +43,25 @@ pub enum RuntimeError {
         "the pool has no room for experts: give it some by `PoolSpec::experts` (`experts = true` of `lora.toml`'s levers)"
     )]
     NoExpertTables,
+    /// A token overlay was refused.
+    #[error(transparent)]
+    Overlay(#[from] OverlayError),
+    /// The engine's vocabulary tables were registered before.
+    #[error(
+        "the served vocabulary tables are registered already: slots hold overlays that were built against them"
+    )]
+    TablesRegistered,
+    /// Vocabulary tables that are not the model's.
+    #[error("served tables: {what}")]
+    ServedTable {
+        /// What does not fit, both sides named.
+        what: String,
+    },
+    /// A batch whose row map the runtime does not hold.
+    #[error(
+        "the batch was routed from the device, so its row map is the engine's: give that map to TokenOverlaySet::apply_embeddings (LoraRuntime::overlays)"
+    )]
+    RowMapElsewhere,
     /// Deltas were to be installed on a layer that has no place for them.
     #[error(transparent)]
     Install(#[from] InstallError),

@@ -14,6 +14,7 @@ mod experts;
 mod layers;
 mod metrics;
 mod options;
+mod overlays;
 mod report;
 mod runtime;
 mod sites;
@@ -28,7 +29,7 @@ pub use layers::{
 };
 pub use metrics::Metrics;
 pub use options::{RuntimeOptions, launch_options, load_policy, module_set, whole_adapter_units};
-pub use report::{ResidentReport, RuntimeReport};
+pub use report::{OverlayReport, ResidentReport, RuntimeReport};
 pub use runtime::{LoraRuntime, plan_scratch};
 pub use sites::ModuleOut;
 

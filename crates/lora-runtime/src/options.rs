@@ -3,6 +3,7 @@
 use crate::RuntimeError;
 use lora_config::{ConfigError, Levers, ModelSpec, ParseOptions, RuntimeConfig};
 use lora_kernels::LaunchOptions;
+use lora_overlay::ROWDIFF_THRESH;
 use lora_weights::{ExpertLayout, ExpertPoolSpec, LoadPolicy, LoraModule, ModuleSet, PoolSpec};
 
 /// How a runtime is set up.
@@ -17,6 +18,9 @@ pub struct RuntimeOptions {
     pub launch: LaunchOptions,
     /// What the caller asserts beside adapter configs.
     pub parse: ParseOptions,
+    /// A row of an adapter's own vocabulary table is taken where an element differs from the served one by strictly more than this; rows that differ by less are
+    /// served as the base model has them. [`ROWDIFF_THRESH`] tells training from rounding; 0 takes every row that differs at all.
+    pub row_diff_threshold: f32,
 }
 
 impl RuntimeOptions {
@@ -27,6 +31,7 @@ impl RuntimeOptions {
             expert_residents: None,
             launch: LaunchOptions::default(),
             parse: ParseOptions::default(),
+            row_diff_threshold: ROWDIFF_THRESH,
         }
     }
 
@@ -50,6 +55,7 @@ impl RuntimeOptions {
             expert_residents: None,
             launch: launch_options(levers),
             parse: ParseOptions::default(),
+            row_diff_threshold: ROWDIFF_THRESH,
         })
     }
 }

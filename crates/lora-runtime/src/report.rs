@@ -9,6 +9,8 @@ use lora_weights::PoolBytes;
 pub struct RuntimeReport {
     /// Bytes of slots, tables and expert region.
     pub pool: PoolBytes,
+    /// Bytes of token overlays: the tables of all slots, and what every resident adapter has.
+    pub overlays: u64,
     /// Free and all units of the expert region.
     pub expert_units: (u64, u64),
     /// Bytes of the expert tables.
@@ -17,6 +19,22 @@ pub struct RuntimeReport {
     pub active: Option<u32>,
     /// Filled slots, ascending.
     pub adapters: Vec<ResidentReport>,
+}
+
+/// What a resident adapter overrides in the vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OverlayReport {
+    /// Rows of the embedding that it replaces.
+    pub embed_rows: u32,
+    /// Rows of the LM head that it replaces.
+    pub head_rows: u32,
+    /// Rows past the served vocabulary that it offers: embedding and head.
+    pub extension_rows: (u32, u32),
+    /// Rows of saved tables that differ from the served ones by no more than the threshold, and are not replaced.
+    pub rows_under_threshold: u32,
+    /// Device bytes.
+    pub bytes: u64,
 }
 
 /// One resident adapter.
@@ -43,6 +61,8 @@ pub struct ResidentReport {
     pub dense_pairs: usize,
     /// Router and expert projections that it adapts, over all layers.
     pub expert_pairs: usize,
+    /// Its token overlay, where it has one.
+    pub overlay: Option<OverlayReport>,
     /// References that requests hold.
     pub references: u32,
     /// Never a victim of promotion.
@@ -55,6 +75,7 @@ impl LoraRuntime {
         let slots = 0..self.weights().layout().slots();
         RuntimeReport {
             pool: self.weights().layout().bytes(),
+            overlays: self.overlays().map_or(0, |set| set.device_bytes()),
             expert_units: self.weights().expert_units(),
             expert_tables: self.expert_tables().map_or(0, |tables| tables.bytes()),
             active: self.weights().active_slot(),
@@ -81,8 +102,20 @@ impl LoraRuntime {
             warnings: audit.warnings().map(ToString::to_string).collect(),
             dense_pairs: dense,
             expert_pairs: audit.pairs.len() - dense,
+            overlay: self.overlay_report(slot),
             references: self.weights().slot_ref_count(slot).unwrap_or(0),
             pinned: self.weights().is_pinned(slot),
+        })
+    }
+
+    fn overlay_report(&self, slot: u32) -> Option<OverlayReport> {
+        let overlay = self.overlays()?.overlay(slot)?;
+        Some(OverlayReport {
+            embed_rows: overlay.n_override,
+            head_rows: overlay.n_override_head(),
+            extension_rows: overlay.extension_counts(),
+            rows_under_threshold: overlay.rows_under_threshold(),
+            bytes: overlay.device_bytes(),
         })
     }
 }

@@ -1,6 +1,7 @@
 //! The object that an engine holds.
 
 use crate::metrics::Counters;
+use crate::overlays::Vocabulary;
 use crate::{Adapter, Metrics, RoutedBatch, RuntimeError, RuntimeOptions, open_backend};
 use half::bf16;
 use lora_config::{BackendKind, ModelSpec, ParseOptions, RuntimeConfig};
@@ -11,11 +12,11 @@ use lora_moe::{ExpertTables, ExpertTablesSpec};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
     AdapterSlot, AuditReport, LoraAdapterInput, LoraWeights, PoolSpec, SlotLease, SlotTarget,
-    Unloaded, WeightsError, select_victim_slot,
+    Unloaded, WeightsError, audit_adapter, select_victim_slot,
 };
 use parking_lot::Mutex;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Runtime LoRA for one model on one device: adapters in slots, and launches that add their deltas.
 ///
@@ -37,6 +38,9 @@ pub struct LoraRuntime {
     counters: Counters,
     /// Held while [`acquire`](Self::acquire) promotes.
     promoting: Mutex<()>,
+    /// The engine's own tables, once it has registered them.
+    pub(crate) vocabulary: OnceLock<Vocabulary>,
+    pub(crate) row_diff_threshold: f32,
 }
 
 impl LoraRuntime {
@@ -51,7 +55,10 @@ impl LoraRuntime {
     ) -> Result<Self, RuntimeError> {
         let _span = tracing::info_span!("lora_build", max_loras = options.pool.max_loras).entered();
         let memory: Arc<dyn DeviceMemory> = Arc::clone(&backend) as Arc<_>;
-        let weights = LoraWeights::new(Arc::clone(&memory), model, options.pool)?;
+        let mut pool = options.pool;
+        // Whether there is something to apply overlays to is for this runtime's own audit to say; slots take no overlay without an extension.
+        pool.policy.overlays = true;
+        let weights = LoraWeights::new(Arc::clone(&memory), model, pool)?;
         let experts = ExpertTablesSpec::of_layout(weights.layout(), options.expert_residents)
             .map(|spec| ExpertTables::new(memory, spec))
             .transpose()?;
@@ -62,6 +69,8 @@ impl LoraRuntime {
             parse: options.parse,
             counters: Counters::default(),
             promoting: Mutex::new(()),
+            vocabulary: OnceLock::new(),
+            row_diff_threshold: options.row_diff_threshold,
         })
     }
 
@@ -122,9 +131,12 @@ impl LoraRuntime {
         Adapter::open(name, dir, &self.parse)
     }
 
-    /// Everything there is to say of an adapter for this pool. Touches no device.
+    /// Everything there is to say of an adapter for this pool. Touches no device. Rows and tables of the vocabulary load once
+    /// [`serve_tables`](Self::serve_tables) has said what they replace.
     pub fn audit(&self, adapter: &Adapter) -> AuditReport {
-        self.weights.audit(&adapter.input())
+        let mut pool = *self.weights.pool();
+        pool.policy.overlays = self.overlays().is_some();
+        audit_adapter(adapter.store(), adapter.config(), self.model(), &pool)
     }
 
     /// Fills slots `0..n` at startup; slot 0 is active.
@@ -135,10 +147,14 @@ impl LoraRuntime {
         &self,
         adapters: impl IntoIterator<Item = &'a Adapter>,
     ) -> Result<Vec<Arc<AdapterSlot>>, RuntimeError> {
-        let inputs: Vec<_> = adapters
-            .into_iter()
-            .map(|adapter| self.input(adapter))
-            .collect();
+        let adapters: Vec<&Adapter> = adapters.into_iter().collect();
+        let accepted = |adapter: &&'a Adapter| Ok((*adapter, self.accepted(adapter)?));
+        let accepted = adapters.iter().map(accepted);
+        let accepted = accepted.collect::<Result<Vec<_>, RuntimeError>>()?;
+        let inputs = accepted
+            .iter()
+            .map(|(adapter, report)| self.input(adapter, report))
+            .collect::<Result<Vec<_>, _>>()?;
         let loaded = self
             .weights
             .load(&inputs)
@@ -310,9 +326,10 @@ impl LoraRuntime {
         adapter: &Adapter,
         target: SlotTarget,
     ) -> Result<Arc<AdapterSlot>, RuntimeError> {
+        let report = self.accepted(adapter)?;
         let staged = self
             .weights
-            .stage(&self.input(adapter))
+            .stage(&self.input(adapter, &report)?)
             .map_err(|error| self.refused(error))?;
         let bytes = staged.image_bytes() as u64;
         let residents = self.weights.adapter_names();
@@ -331,13 +348,32 @@ impl LoraRuntime {
         Ok(slot)
     }
 
-    /// The adapter with what its slot will own beside its pairs: the one place that attaches extensions.
-    fn input<'a>(&self, adapter: &'a Adapter) -> LoraAdapterInput<'a> {
-        let input = adapter.input();
-        match &self.experts {
-            Some(tables) => input.with_extension(Arc::clone(tables) as Arc<_>),
-            None => input,
+    /// The report of an adapter that loads.
+    fn accepted(&self, adapter: &Adapter) -> Result<AuditReport, RuntimeError> {
+        let report = self.audit(adapter);
+        if report.ok() {
+            return Ok(report);
         }
+        Err(self.refused(WeightsError::Refused {
+            adapter: adapter.name().to_owned(),
+            report: Box::new(report),
+        }))
+    }
+
+    /// An audited adapter with what its slot will own beside its pairs: the one place that attaches extensions.
+    fn input<'a>(
+        &self,
+        adapter: &'a Adapter,
+        report: &'a AuditReport,
+    ) -> Result<LoraAdapterInput<'a>, RuntimeError> {
+        let mut input = adapter.input().with_report(report);
+        if let Some(tables) = &self.experts {
+            input = input.with_extension(Arc::clone(tables) as Arc<_>);
+        }
+        if let Some(overlay) = self.overlay_extension(adapter, report)? {
+            input = input.with_extension(overlay);
+        }
+        Ok(input)
     }
 
     /// Counts a refusal on its way out.

@@ -3,6 +3,7 @@
 mod experts;
 mod installs;
 mod life;
+mod overlays;
 mod steps;
 
 use half::bf16;

@@ -1,0 +1,10 @@
+//! Overlays from an adapter's tensors to the rows of a batch.
+
+mod bodies;
+mod cuda;
+mod expected;
+mod host;
+mod life;
+mod refusals;
+mod tied;
+mod world;
