@@ -252,13 +252,24 @@ fn unreadable_case_is_named_and_does_not_keep_others_from_being_compared() {
 }
 
 #[test]
-fn damaged_golden_is_named_on_one_line() {
+fn damaged_golden_fails_its_case_and_the_others_are_compared() {
     let case = CaseCopy::of("llama_plain");
     std::fs::write(case.path().join("golden.safetensors"), b"no").expect("file is written");
-    let output = lora(&["verify", &case.argument()]);
+    let other = argument("llama_rslora");
+    let output = lora(&["verify", "--mixed", &case.argument(), &other]);
     assert_eq!(output.code, 1);
-    assert_eq!(output.err.lines().count(), 1, "{}", output.err);
-    assert!(output.err.contains("golden.safetensors"), "{}", output.err);
+    let named = output.out.lines().find(|l| l.starts_with("not compared: "));
+    let named = named.unwrap_or_else(|| panic!("{}", output.out));
+    assert!(named.contains("golden.safetensors"), "{named}");
+
+    let output = lora(&["verify", "--mixed", "--json", &case.argument(), &other]);
+    let cases = &output.json()["cases"];
+    assert_eq!(
+        (&cases[0]["ok"], &cases[1]["ok"]),
+        (&false.into(), &true.into())
+    );
+    assert_eq!(cases[0]["modules"], serde_json::json!([]));
+    assert!(!cases[1]["modules"].as_array().expect("a list").is_empty());
 }
 
 #[test]

@@ -31,15 +31,16 @@ pub struct Options {
     pub json: bool,
 }
 
-/// Verifies and prints; refused where an adapter does not load, an element misses its tolerance, or a base row changed.
+/// Verifies and prints; refused where an adapter does not load, a golden file does not hold together, an element misses its
+/// tolerance, or a base row changed.
 ///
 /// # Errors
-/// A golden file that does not hold together, a backend that is not there, output that cannot be written.
+/// A backend that is not there, output that cannot be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
     let backend = open_backend(options.backend.into())?;
     let mut cases = Vec::new();
     for dir in &options.cases {
-        cases.push(Case::read(dir, &options.load, options.max_rank, console)?);
+        cases.push(Case::read(dir, &options.load, options.max_rank, console));
     }
     let levers = console.levers.clone();
     let setup = Setup {
@@ -65,7 +66,7 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
         && cases
             .iter()
             .zip(&results)
-            .all(|(case, result)| case.report.ok() && result.passes());
+            .all(|(case, result)| case.is_whole() && result.passes());
     let outcome = Outcome {
         cases: &cases,
         results: &results,
@@ -125,6 +126,7 @@ struct CaseJson<'a> {
     case: &'a str,
     ok: bool,
     findings: Vec<FindingJson<'a>>,
+    error: Option<String>,
     worst: Option<f64>,
     modules: Vec<ModuleJson<'a>>,
     skipped: &'a [String],
@@ -175,8 +177,9 @@ impl<'a> Outcome<'a> {
     fn json(&self, options: &Options) -> OutcomeJson<'a> {
         let case = |(case, result): (&'a Case, &'a CaseResult)| CaseJson {
             case: &case.name,
-            ok: case.report.ok() && result.passes(),
+            ok: case.is_whole() && result.passes(),
             findings: case.report.findings.iter().map(FindingJson::new).collect(),
+            error: case.error.as_ref().map(ToString::to_string),
             worst: result.worst().map(|module| module.worst.fraction),
             modules: result.modules.iter().map(ModuleJson::new).collect(),
             skipped: &case.golden.skipped,
@@ -243,6 +246,8 @@ fn write_case(case: &Case, result: &CaseResult, console: &mut Console<'_>) -> Re
     write_findings(console.out, &case.report)?;
     if !case.report.ok() {
         writeln!(console.out, "refused")?;
+    } else if let Some(error) = &case.error {
+        writeln!(console.out, "not compared: {error}")?;
     } else if result.modules.is_empty() {
         writeln!(console.out, "nothing to compare")?;
     } else {

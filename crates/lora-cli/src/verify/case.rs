@@ -6,7 +6,7 @@ use super::matrix::Matrix;
 use crate::options::{LoadOptions, read_model};
 use crate::{CliError, Console};
 use half::bf16;
-use lora_runtime::config::ModelSpec;
+use lora_runtime::config::{ModelSpec, ParseOptions};
 use lora_runtime::weights::{AuditReport, AuditedPair, LoraTarget, audit_dir};
 use lora_runtime::{Adapter, whole_adapter_units};
 use std::path::Path;
@@ -25,32 +25,33 @@ pub struct Case {
     pub adapter: Option<Adapter>,
     /// What PEFT gave.
     pub golden: Golden,
+    /// Why an adapter that may load is not compared: a recorded file that does not hold together, a file that is gone.
+    pub error: Option<CliError>,
 }
 
 impl Case {
-    /// Reads and audits the case in `dir`. What is wrong with the model or the adapter is in [`report`](Self::report).
-    ///
-    /// # Errors
-    /// A golden file that does not hold together.
+    /// Reads and audits the case in `dir`. What is wrong with the model or the adapter is in [`report`](Self::report), what is
+    /// wrong with the recorded outputs in [`error`](Self::error): a case that is broken does not keep others from being compared.
     pub fn read(
         dir: &Path,
         options: &LoadOptions,
         max_rank: Option<u32>,
         console: &Console<'_>,
-    ) -> Result<Self, CliError> {
+    ) -> Self {
         let name = dir.display().to_string();
         let model = match read_model(&dir.join("config.json")) {
             Ok(model) => model,
             Err(error) => {
                 let report = AuditReport::unknown_model(name.as_str(), &error);
-                return Ok(Self {
+                return Self {
                     name,
                     model: None,
                     report,
                     max_rank: 1,
                     adapter: None,
                     golden: Golden::default(),
-                });
+                    error: None,
+                };
             }
         };
         let folder = dir.join("adapter");
@@ -58,19 +59,37 @@ impl Case {
         let max_rank = options.max_rank_for(&folder, max_rank);
         let pool = options.pool_spec(1, max_rank, whole_adapter_units(&model), &console.levers);
         let report = audit_dir(&folder, &parse, &model, &pool);
-        let adapter = match report.ok() {
-            true => Some(Adapter::open(name.clone(), &folder, &parse)?),
-            false => None,
-        };
-        let golden = Golden::read(&dir.join("golden.safetensors"), &model)?;
-        Ok(Self {
+        let mut case = Self {
             name,
-            model: Some(model),
             report,
             max_rank,
-            adapter,
-            golden,
-        })
+            adapter: None,
+            golden: Golden::default(),
+            error: None,
+            model: Some(model),
+        };
+        case.error = case.open(dir, &parse).err();
+        case
+    }
+
+    /// Opens an adapter that may load, and what was recorded of it: both or neither.
+    fn open(&mut self, dir: &Path, parse: &ParseOptions) -> Result<(), CliError> {
+        let Some(model) = self.model.as_ref().filter(|_| self.report.ok()) else {
+            return Ok(());
+        };
+        let golden = Golden::read(&dir.join("golden.safetensors"), model)?;
+        self.adapter = Some(Adapter::open(
+            self.name.clone(),
+            &dir.join("adapter"),
+            parse,
+        )?);
+        self.golden = golden;
+        Ok(())
+    }
+
+    /// Whether the adapter loads and its recorded outputs can be read.
+    pub fn is_whole(&self) -> bool {
+        self.report.ok() && self.error.is_none()
     }
 
     /// The audited pair of a target; `None` where the adapter leaves it alone.
