@@ -43,8 +43,7 @@ fn pair_and_route_give_the_same_bits_and_routes_survive_a_rotation() {
             x.mat(3, 32, 32).expect("fits"),
             out.mat_mut(3, 32, 32).expect("fits"),
         );
-        let _ = site
-            .apply(&mut ctx, SiteKind::Attention, LoraRows::Active, x, target)
+        site.apply(&mut ctx, SiteKind::Attention, LoraRows::Active, x, target)
             .expect("launches");
         bits(&out, 3 * 32)
     };

@@ -280,7 +280,7 @@ impl Pool {
         let mut routed = self.runtime.batch(self.most_rows)?;
         self.runtime
             .route(&mut routed, Stream::OWN, &requests, count)?;
-        let _ = match target {
+        match target {
             LoraTarget::Attn(module) => {
                 self.runtime
                     .apply(&mut ctx, &routed, layer, x, [ModuleOut { module, out }])?
@@ -325,7 +325,7 @@ fn fold_expert(
         adapters.token_adapters(count)?,
     )?;
     let fold = runtime.expert_fold(layer)?;
-    let _ = fold.apply_projection(ctx, &rows, proj, routing.token_x(x), out)?;
+    fold.apply_projection(ctx, &rows, proj, routing.token_x(x), out)?;
     // Before the buffers of this step go.
     backend.synchronize(ctx.stream)?;
     Ok(())

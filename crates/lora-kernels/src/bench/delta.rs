@@ -261,7 +261,7 @@ impl<'d> DeltaBench<'d> {
                 scratch: &mut self.scratch,
             };
             let x = x.buffer.mat(x.rows, x.cols, x.cols)?;
-            let _ = apply_lora_bgmv(&mut ctx, SiteKind::Attention, x, &self.groups, &mut routes)?;
+            apply_lora_bgmv(&mut ctx, SiteKind::Attention, x, &self.groups, &mut routes)?;
         }
         Ok(())
     }

@@ -35,7 +35,6 @@ pub struct LaunchContext<'a> {
 
 /// What a launcher did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[must_use]
 pub enum Applied {
     /// Deltas were enqueued.
     Launched {
