@@ -35,6 +35,18 @@ impl RuntimeOptions {
         }
     }
 
+    /// With room for everything that an adapter can adapt of `model`: extended modules, and in MoE layers router and experts of whole adapters in
+    /// every slot. For an engine that has a place to apply each of them.
+    #[must_use]
+    pub fn with_everything(mut self, model: &ModelSpec) -> Self {
+        self.pool.modules = ModuleSet::everything();
+        self.pool.experts = model.moe.as_ref().map(|_| ExpertPoolSpec {
+            max_rank: self.pool.max_rank,
+            units: whole_adapter_units(model).saturating_mul(self.pool.max_loras.into()),
+        });
+        self
+    }
+
     /// What a `lora.toml`, the environment and code together say, for `model`.
     ///
     /// # Errors

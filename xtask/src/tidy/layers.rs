@@ -1,7 +1,7 @@
-//! Layers go one way: a crate may use those before it, and no crate uses a tool or a test.
+//! Layers go one way: a crate may use those before it, an example uses the facade alone, and no crate uses an example, a tool or a test.
 
 use super::Violation;
-use crate::workspace::Workspace;
+use crate::workspace::{Manifest, Workspace};
 
 /// The layers, lowest first. Crates of one layer do not know each other.
 const LAYERS: [&[&str]; 6] = [
@@ -13,9 +13,16 @@ const LAYERS: [&[&str]; 6] = [
     &["lora-cli"],
 ];
 
-/// Members outside `crates/`: they may use any layer, and nothing may use them.
+/// What an example may use: it shows what an engine of one's own depends on.
+const FACADE: &str = "lora-runtime";
+
+/// The layer of a crate. Members outside `crates/` have none: tools and tests may use any, and nothing but a test may use an example.
 fn layer_of(name: &str) -> Option<usize> {
     LAYERS.iter().position(|layer| layer.contains(&name))
+}
+
+fn is_example(member: &Manifest) -> bool {
+    member.path.starts_with("examples/")
 }
 
 /// Every edge between members points to a lower layer; every crate under `crates/` has a layer.
@@ -32,11 +39,14 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Violation> {
         for (table, dependency, _) in member.dependencies() {
             // A crate's own tests may use it with a feature for tests on.
             let is_own_test = dependency == member.name && table == "dev-dependencies";
-            if is_own_test || !workspace.members.iter().any(|m| m.name == dependency) {
+            let used = workspace.members.iter().find(|m| m.name == dependency);
+            let Some(used) = used.filter(|_| !is_own_test) else {
                 continue;
-            }
+            };
             let allowed = match (own, layer_of(dependency)) {
-                (_, None) => false,
+                (None, _) if is_example(member) => dependency == FACADE,
+                (None, None) => is_example(used) && member.dir() == "tests",
+                (Some(_), None) => false,
                 (None, Some(_)) => true,
                 (Some(own), Some(used)) => used < own,
             };
@@ -106,6 +116,40 @@ mod tests {
             &stray,
         )]));
         assert!(found[0].message.contains("no place"), "{}", found[0]);
+    }
+
+    #[test]
+    fn example_that_looks_behind_the_facade_is_found() {
+        let example = |dependency: &str| planted::member("engine", dependency);
+        let of = |manifest: &str| {
+            let facade = planted::member("lora-runtime", "");
+            check(&planted::workspace(&[
+                ("crates/lora-runtime/Cargo.toml", &*facade),
+                ("examples/engine/Cargo.toml", manifest),
+            ]))
+        };
+        assert_eq!(of(&example("lora-runtime.workspace = true")), []);
+        let found = of(&example("lora-weights.workspace = true"));
+        assert!(
+            found[0].message.contains("engine may not use lora-weights"),
+            "{}",
+            found[0]
+        );
+    }
+
+    #[test]
+    fn tests_may_use_an_example_and_crates_may_not() {
+        let example = planted::member("engine", "");
+        let user = |name| planted::member(name, "engine.workspace = true");
+        let of = |path: &str, manifest: &str| {
+            check(&planted::workspace(&[
+                ("examples/engine/Cargo.toml", &*example),
+                (path, manifest),
+            ]))
+        };
+        assert_eq!(of("tests/Cargo.toml", &user("lora-tests")), []);
+        let found = of("crates/lora-weights/Cargo.toml", &user("lora-weights"));
+        assert_eq!(found.len(), 1);
     }
 
     #[test]

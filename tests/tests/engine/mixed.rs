@@ -1,0 +1,83 @@
+//! What is served together has the bits of what is served alone.
+
+use crate::{BASES, adapters_of, engine, on_cuda, options, request, serve};
+use lora_runtime::config::BackendKind;
+use lora_tests::case_dir;
+use mini_engine::{EngineOptions, Request, Response};
+use std::collections::BTreeSet;
+
+/// Two prompts for the base model and for every adapter of it.
+fn requests(base: &str) -> Vec<Request> {
+    let prompts: [&[u32]; 2] = [&[5, 17, 3, 40, 8], &[30, 2, 2, 11, 46, 7, 19, 1]];
+    let adapters = adapters_of(base).iter().map(|adapter| Some(*adapter));
+    let everyone = std::iter::once(None).chain(adapters);
+    let both = everyone.flat_map(|adapter| prompts.map(|prompt| request(adapter, prompt, 6)));
+    both.collect()
+}
+
+fn bits(response: &Response) -> (Vec<u32>, Vec<u32>) {
+    let logits = response.logits.iter().flatten();
+    (
+        response.tokens.clone(),
+        logits.map(|logit| logit.to_bits()).collect(),
+    )
+}
+
+/// Serves each request by itself, then all together in steps of different sizes: prompts are cut elsewhere and rows have other neighbours.
+fn together_equals_alone(backend: BackendKind) {
+    for base in BASES {
+        let requests = requests(base);
+        let engine = |max_rows: u32| {
+            let options = EngineOptions {
+                max_rows,
+                ..options(backend)
+            };
+            engine(&case_dir(base), adapters_of(base), options)
+        };
+        let mut alone = engine(64);
+        let alone: Vec<_> = requests
+            .iter()
+            .map(|request| bits(&serve(&mut alone, std::slice::from_ref(request))[0]))
+            .collect();
+        let answers: BTreeSet<_> = alone.iter().map(|(_, logits)| logits).collect();
+        assert_eq!(
+            answers.len(),
+            requests.len(),
+            "{base}: every answer is its own"
+        );
+        for max_rows in [16, 23, 64] {
+            let together = serve(&mut engine(max_rows), &requests);
+            for ((request, alone), response) in requests.iter().zip(&alone).zip(&together) {
+                let name = &request.name;
+                assert!(*alone == bits(response), "{base}, {max_rows} rows: {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_mixed_batch_gives_every_request_the_bits_of_serving_it_alone() {
+    together_equals_alone(BackendKind::Host);
+}
+
+#[test]
+fn a_mixed_batch_gives_every_request_the_bits_of_serving_it_alone_on_a_gpu() {
+    on_cuda("mixed batches on a GPU", together_equals_alone);
+}
+
+/// The first step of a mixed batch has rows of the base model and of every adapter.
+#[test]
+fn one_step_serves_the_base_model_and_every_adapter() {
+    let adapters = adapters_of("base_llama");
+    let mut engine = engine(
+        &case_dir("base_llama"),
+        adapters,
+        options(BackendKind::Host),
+    );
+    for request in requests("base_llama") {
+        engine.submit(request).expect("is valid");
+    }
+    engine.step().expect("serves");
+    let slots: BTreeSet<i32> = engine.last_slots().iter().copied().collect();
+    assert_eq!(slots.len(), adapters.len() + 1, "{slots:?}");
+}
