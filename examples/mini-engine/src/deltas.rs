@@ -3,6 +3,7 @@
 
 use crate::math::Rows;
 use half::bf16;
+use lora_runtime::kernels::overlay::LogitsMut;
 use lora_runtime::kernels::{
     DeviceBuffer, ExpertRouting, GateUpOut, KernelError, MAX_SITES, MatMut, MatRef, Scratch, Stream,
 };
@@ -20,6 +21,8 @@ pub struct Deltas {
     scratch: Scratch,
     x: DeviceBuffer,
     outs: Vec<DeviceBuffer>,
+    tokens: DeviceBuffer,
+    logits: DeviceBuffer,
 }
 
 /// What the router of a MoE block chose, and the rows that follow from it: top-k a token.
@@ -46,9 +49,15 @@ impl Deltas {
         };
         let zeros = vec![bf16::ZERO; block_rows as usize * widest_projection(&runtime)];
         let outs = (0..MAX_SITES).map(|_| runtime.buffer(&zeros));
+        let words = |count: usize| {
+            let memory = runtime.kernels().backend().clone();
+            DeviceBuffer::zeroed(memory, (max_rows as usize * count * 4) as u64)
+        };
         Ok(Self {
             batch: runtime.batch(max_rows)?,
             experts,
+            tokens: words(1)?,
+            logits: words(runtime.model().vocab_size)?,
             scratch: runtime.scratch(block_rows)?,
             x: runtime.buffer(&zeros)?,
             outs: outs.collect::<Result<_, _>>()?,
@@ -68,6 +77,44 @@ impl Deltas {
     pub fn route(&mut self, slots: &[i32]) -> Result<(), RuntimeError> {
         self.runtime
             .route(&mut self.batch, Stream::OWN, slots, slots.len())
+    }
+
+    /// Replaces rows of the embedding table by those that the row's own adapter has for the token.
+    ///
+    /// # Errors
+    /// As [`LoraRuntime::apply_embedding_overlay`].
+    pub fn replace_embeddings(
+        &mut self,
+        tokens: &[i32],
+        embedded: &mut Rows<bf16>,
+    ) -> Result<(), RuntimeError> {
+        self.tokens.upload(0, tokens)?;
+        let tokens = self.tokens.token_ids(tokens.len())?;
+        let out = to_update(&mut self.outs[0], embedded)?;
+        self.runtime
+            .apply_embedding_overlay(Stream::OWN, &self.batch, tokens, out)?;
+        self.read_back([embedded])
+    }
+
+    /// Replaces the logits of tokens for which the row's own adapter has a row of the head.
+    ///
+    /// # Errors
+    /// As [`LoraRuntime::apply_logits_overlay`].
+    pub fn replace_logits(
+        &mut self,
+        hidden: &Rows<bf16>,
+        logits: &mut Rows<f32>,
+    ) -> Result<(), RuntimeError> {
+        self.logits.upload(0, logits.values())?;
+        let hidden = to_read(&mut self.x, hidden)?;
+        let (rows, vocab) = (logits.len(), logits.width());
+        let out = LogitsMut::F32(self.logits.f32_mat_mut(rows, vocab, vocab)?);
+        self.runtime
+            .apply_logits_overlay(Stream::OWN, &self.batch, hidden, out)?;
+        self.runtime.kernels().backend().synchronize(Stream::OWN)?;
+        let values = self.logits.download(0, rows * vocab)?;
+        logits.values_mut().copy_from_slice(&values);
+        Ok(())
     }
 
     /// Adds deltas to the outputs of projections of `layer` that all read `x`: one launch for them together.

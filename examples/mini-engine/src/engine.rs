@@ -1,14 +1,18 @@
 //! Requests in, tokens out: a scheduler that puts prefill and decode of any adapters into one step.
 
+use crate::math::Rows;
 use crate::model::{Model, Step, StepRow};
 use crate::prefix::PrefixCache;
 use crate::sequence::Sequence;
 use crate::{Deltas, EngineError, SequenceCache};
+use half::bf16;
 use lora_runtime::config::BackendKind;
+use lora_runtime::overlay::{ServedTable, ServedTables};
 use lora_runtime::weights::{BASE_SLOT, SlotLease, WeightsError};
 use lora_runtime::{Adapter, LoraRuntime, RuntimeError, RuntimeOptions};
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
+use std::sync::Arc;
 
 /// How an engine is set up.
 #[derive(Debug, Clone, Copy)]
@@ -87,8 +91,11 @@ impl Engine {
         let model = Model::open(model)?;
         // This engine's blocks have a place for every module, so the pool has room for every module.
         let spec = model.config().spec.clone();
-        let lora = RuntimeOptions::new(options.slots, options.max_rank).with_everything(&spec);
+        let mut lora = RuntimeOptions::new(options.slots, options.max_rank).with_everything(&spec);
+        // A row of a table that an adapter saved whole counts where it differs at all.
+        lora.row_diff_threshold = 0.0;
         let runtime = LoraRuntime::open(options.backend, spec, lora)?;
+        runtime.serve_tables(served_tables(&model, &runtime)?)?;
         Ok(Self {
             deltas: Deltas::new(runtime, options.max_rows)?,
             model,
@@ -259,4 +266,21 @@ impl Engine {
         }
         rows
     }
+}
+
+/// The model's tables as BF16 on the device, which the tables and tokens of adapters are compared with.
+fn served_tables(
+    model: &Model,
+    runtime: &LoraRuntime,
+) -> Result<ServedTables<'static>, RuntimeError> {
+    let [embedding, head] = model.vocabulary();
+    let table = |rows: &Rows<f32>| {
+        let values: Vec<bf16> = rows.values().iter().copied().map(bf16::from_f32).collect();
+        let buffer = Arc::new(runtime.buffer(&values)?);
+        Ok::<_, RuntimeError>(ServedTable::shared(buffer, rows.len(), rows.width())?)
+    };
+    Ok(match runtime.model().tied_embeddings {
+        true => ServedTables::tied(table(embedding)?),
+        false => ServedTables::untied(table(embedding)?, table(head)?),
+    })
 }

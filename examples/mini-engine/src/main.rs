@@ -21,7 +21,7 @@ const ADAPTERS: [&str; 4] = [
     "llama_plain",
     "llama_rslora",
     "llama_patterns",
-    "llama_all_linear",
+    "llama_modules_to_save",
 ];
 
 /// A small LLM engine that serves many LoRA adapters in one batch.

@@ -79,6 +79,11 @@ impl Linear {
         Self { weight }
     }
 
+    /// The weight.
+    pub fn weight(&self) -> &Rows<f32> {
+        &self.weight
+    }
+
     /// Outputs.
     pub fn outputs(&self) -> usize {
         self.weight.len()

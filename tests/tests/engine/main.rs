@@ -13,11 +13,12 @@ use mini_engine::{Engine, EngineOptions, Request, Response};
 use std::path::Path;
 
 /// Every recorded case that loads and carries the whole model's logits, with its base model.
-pub(crate) const RECORDED: [(&str, &str); 7] = [
+pub(crate) const RECORDED: [(&str, &str); 8] = [
     ("base_llama", "llama_plain"),
     ("base_llama", "llama_rslora"),
     ("base_llama", "llama_patterns"),
     ("base_llama", "llama_all_linear"),
+    ("base_llama", "llama_modules_to_save"),
     ("base_qwen3_moe", "qwen3_moe_params"),
     ("base_mixtral", "mixtral_params"),
     ("base_qwen3_5", "qwen3_5_linear_attn"),
@@ -32,6 +33,8 @@ pub(crate) fn adapters_of(base: &str) -> &'static [&'static str] {
             "llama_patterns",
             "llama_all_linear",
             "llama_no_task_type",
+            "llama_modules_to_save",
+            "llama_tokens_unsorted",
         ],
         "base_qwen3_moe" => &[
             "qwen3_moe_params",

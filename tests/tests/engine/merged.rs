@@ -19,9 +19,15 @@ pub(crate) fn merged(base: &str, case: &str) -> Tensors {
     let mut model = read_model(base);
     let adapter = read(&case_dir(case).join("adapter/adapter_model.safetensors"));
     let scalings = scalings(case);
-    for (name, (_, a)) in &adapter {
-        let module = name.strip_prefix("base_model.model.");
-        let Some(module) = module.and_then(|name| name.strip_suffix(".lora_A.weight")) else {
+    for (name, (shape, a)) in &adapter {
+        let name_in_model = name
+            .strip_prefix("base_model.model.")
+            .expect("PEFT's prefix");
+        let Some(module) = name_in_model.strip_suffix(".lora_A.weight") else {
+            // A whole table stands under the parameter's own name.
+            if let Some(table) = model.get_mut(name_in_model) {
+                *table = (shape.clone(), a.clone());
+            }
             continue;
         };
         let (_, b) = &adapter[&name.replace("lora_A", "lora_B")];

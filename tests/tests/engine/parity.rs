@@ -1,10 +1,10 @@
 //! The engine's logits against those that PEFT gave for the whole model.
 //!
 //! PEFT computed in F32; the engine rounds to BF16 whatever enters or leaves a projection. How much that moves the logits is the model's
-//! own doing: some rows of these random models amplify a rounding a hundredfold. So the allowance of each row is measured. The adapter is merged
+//! own doing: some rows of these random models amplify a rounding twentyfold and more. So the allowance of each row is measured. The adapter is merged
 //! into the weights from the files alone, every weight is moved by up to a BF16 rounding, and the engine serves the merged model without any LoRA:
 //! the root mean square of what sixteen such models miss PEFT by is the row's noise. A row may miss by at most [`MOST`] of its noise, all rows
-//! of a case in the root mean square by [`MOST_ON_AVERAGE`]. The engine's true figures are up to 2.2 and 1.1; a scale that is 5 % off gives 2.0 and more on average.
+//! of a case in the root mean square by [`MOST_ON_AVERAGE`]. The engine's own figures are up to 2.2 and 1.0; a scale that is 5 % off gives 2.0 and more on average.
 
 use crate::merged::{Tensors, jitter, merged, read_model, write};
 use crate::{RECORDED, engine, on_cuda, options, request, serve};
@@ -110,7 +110,11 @@ fn logits_of_every_recorded_model_are_those_of_peft_on_a_gpu() {
 
 #[test]
 fn a_scale_five_percent_off_is_no_parity() {
-    for (base, case) in RECORDED {
+    // What this one changes are whole tables of the vocabulary, next to which a scale hardly counts.
+    let scaled = RECORDED
+        .iter()
+        .filter(|(_, case)| *case != "llama_modules_to_save");
+    for &(base, case) in scaled {
         let recorded = recorded(case);
         let adapted = recorded.adapted.concat();
         let noise = noise(base, &merged(base, case), &recorded.prompts, &adapted);

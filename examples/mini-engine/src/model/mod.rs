@@ -102,14 +102,23 @@ impl Model {
         &self.config
     }
 
+    /// The tables of the vocabulary, `[vocabulary, hidden]`: embedding and head.
+    pub fn vocabulary(&self) -> [&Rows<f32>; 2] {
+        [&self.embedding, self.head.weight()]
+    }
+
     /// Passes the rows of a step through the model: the logits of each, `[rows, vocabulary]`.
     ///
     /// # Errors
     /// A delta that is refused.
     pub fn forward(&self, mut step: Step<'_>) -> Result<Rows<f32>, EngineError> {
-        let tokens = step.rows.iter();
-        let embedded = tokens.flat_map(|row| self.embedding.row(row.token as usize).to_vec());
-        let embedded = Rows::rounded(self.embedding.width(), embedded);
+        let tokens: Vec<i32> = step.rows.iter().map(|row| row.token as i32).collect();
+        let embedded = step.rows.iter().flat_map(|row| {
+            let row = self.embedding.row(row.token as usize);
+            row.iter().copied()
+        });
+        let mut embedded = Rows::rounded(self.embedding.width(), embedded);
+        step.deltas.replace_embeddings(&tokens, &mut embedded)?;
         let mut hidden = Rows::new(embedded.width(), crate::math::widened(embedded.values()));
         for layer in &self.layers {
             layer.forward(&mut hidden, &mut step)?;
@@ -119,7 +128,9 @@ impl Model {
         }
         let normed = self.norm.forward(&hidden);
         let logits = normed.iter().flat_map(|row| self.head.row(row)).collect();
-        Ok(Rows::new(self.head.outputs(), logits))
+        let mut logits = Rows::new(self.head.outputs(), logits);
+        step.deltas.replace_logits(&normed, &mut logits)?;
+        Ok(logits)
     }
 }
 
