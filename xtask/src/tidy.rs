@@ -4,6 +4,7 @@
 
 mod attributes;
 mod comments;
+mod doc_names;
 mod environment;
 mod functions;
 mod generated;
@@ -66,7 +67,7 @@ struct Rule {
     check: fn(&Workspace) -> Vec<Violation>,
 }
 
-const RULES: [Rule; 14] = [
+const RULES: [Rule; 15] = [
     Rule {
         name: "layers",
         check: layers::check,
@@ -118,6 +119,10 @@ const RULES: [Rule; 14] = [
     Rule {
         name: "public-items",
         check: stale::check_public_items,
+    },
+    Rule {
+        name: "doc-names",
+        check: doc_names::check,
     },
     Rule {
         name: "plots",
