@@ -36,13 +36,7 @@ impl Tokens {
 
 #[test]
 fn an_extension_lives_and_dies_with_its_slot() {
-    let world = World::new();
-    let World {
-        weights,
-        fresh,
-        resident,
-        ..
-    } = &world;
+    let World(_, weights, resident, fresh) = &World::new();
     let (first, log) = Recorder::new("first", false);
     let mut begun = weights
         .stage(&fresh.input())
@@ -79,8 +73,7 @@ fn recorders<const N: usize>(
 
 #[test]
 fn extensions_are_installed_in_order_and_uninstalled_in_reverse() {
-    let world = World::new();
-    let World { weights, fresh, .. } = &world;
+    let World(_, weights, _, fresh) = &World::new();
     let ([given, attached, late], log) = recorders(["given", "attached", "late"], "");
     let input = fresh.input().with_extension(given);
     let mut begun = weights
@@ -114,13 +107,7 @@ fn extensions_are_installed_in_order_and_uninstalled_in_reverse() {
 
 #[test]
 fn what_was_installed_before_a_failing_extension_is_uninstalled_and_nothing_after_it() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     let ([first, second, third], log) = recorders(["first", "second", "third"], "second");
     let input = fresh.input().with_extension(first);
     let mut begun = weights
@@ -167,13 +154,7 @@ fn an_extension_that_applies_no_vocabulary_rows_does_not_make_an_adapter_whole()
 
 #[test]
 fn an_extension_that_cannot_be_installed_takes_its_adapter_with_it() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     let (failing, log) = Recorder::new("overlay", true);
     let mut begun = weights
         .stage(&fresh.input())
@@ -200,8 +181,7 @@ fn an_extension_that_cannot_be_installed_takes_its_adapter_with_it() {
 
 #[test]
 fn an_extension_for_contents_that_are_gone_is_refused() {
-    let world = World::new();
-    let World { weights, fresh, .. } = &world;
+    let World(_, weights, _, fresh) = &World::new();
     weights.swap(1, &fresh.input()).unwrap();
     let (late, log) = Recorder::new("late", false);
     assert!(matches!(
@@ -271,12 +251,12 @@ fn an_extension_that_panics_leaves_a_placeholder() {
         }
         fn uninstall(&self, _: u32) {}
     }
-    let world = World::new();
-    let input = world.fresh.input().with_extension(Arc::new(Panics));
-    let swap = std::panic::AssertUnwindSafe(|| world.weights.swap(1, &input).map(drop));
+    let World(memory, weights, _, fresh) = &World::new();
+    let input = fresh.input().with_extension(Arc::new(Panics));
+    let swap = std::panic::AssertUnwindSafe(|| weights.swap(1, &input).map(drop));
     assert!(std::panic::catch_unwind(swap).is_err());
-    assert_placeholder(&world.weights, &world.memory, 1);
-    world.weights.swap(1, &world.fresh.input()).unwrap();
+    assert_placeholder(weights, memory, 1);
+    weights.swap(1, &fresh.input()).unwrap();
 }
 
 #[test]

@@ -6,7 +6,6 @@ use common::{
     Adapter, GIB, Geometry, TestMemory, World, assert_serves, moe_model, pool, tiny_model,
 };
 use lora_weights::{ExpertPoolSpec, LoraWeights, PoolSpec, WeightsError};
-use std::sync::Arc;
 
 #[test]
 fn a_pool_that_leaves_less_than_it_takes_is_refused_with_both_numbers() {
@@ -36,10 +35,9 @@ fn nothing_is_leaked_by_failed_allocations_or_the_last_handle() {
         assert!(matches!(made, Err(WeightsError::Memory(_))));
         assert_eq!(memory.totals().used, 0);
     }
-    let world = World::new();
-    let lease = world.weights.lease(1).unwrap();
-    let memory = Arc::clone(&world.memory);
-    drop(world);
+    let World(memory, weights, ..) = World::new();
+    let lease = weights.lease(1).unwrap();
+    drop(weights);
     assert!(memory.totals().used > 0, "the lease holds the pool");
     drop(lease);
     let left = memory.totals();
@@ -51,13 +49,7 @@ fn nothing_is_leaked_by_failed_allocations_or_the_last_handle() {
 
 #[test]
 fn staging_memory_is_used_again() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     weights.swap(1, &fresh.input()).unwrap();
     let made = memory.totals().stagings;
     for _ in 0..5 {

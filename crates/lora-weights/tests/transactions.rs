@@ -10,13 +10,7 @@ fn failed_swap_leaves_a_placeholder_whichever_upload_fails() {
     let mut failures = 0;
     for when_landing in [false, true] {
         for upload in 1.. {
-            let world = World::new();
-            let World {
-                memory,
-                weights,
-                resident,
-                fresh,
-            } = &world;
+            let World(memory, weights, resident, fresh) = &World::new();
             let (recorder, log) = Recorder::new("overlay", false);
             weights.attach_extension(1, 0, recorder).unwrap();
             let before = SlotBytes::read_all(weights, memory);
@@ -64,13 +58,7 @@ fn failed_swap_leaves_a_placeholder_whichever_upload_fails() {
 
 #[test]
 fn tables_that_could_not_be_zeroed_are_zeroed_before_the_slot_is_written_again() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     memory.break_uploads();
     assert!(matches!(
         weights.swap(1, &fresh.input()),
@@ -95,13 +83,7 @@ fn tables_that_could_not_be_zeroed_are_zeroed_before_the_slot_is_written_again()
 
 #[test]
 fn a_slot_changes_hands_only_at_commit_and_nothing_else_waits() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        resident,
-        fresh,
-    } = &world;
+    let World(memory, weights, resident, fresh) = &World::new();
     let staged = weights.stage(&fresh.input()).unwrap();
     assert_eq!(
         weights.adapter(1).unwrap().name(),
@@ -147,13 +129,7 @@ fn a_slot_changes_hands_only_at_commit_and_nothing_else_waits() {
 
 #[test]
 fn an_abandoned_transaction_leaves_a_placeholder() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        resident,
-        fresh,
-    } = &world;
+    let World(memory, weights, resident, fresh) = &World::new();
     let (recorder, log) = Recorder::new("overlay", false);
     let (free_units, _) = weights.expert_units();
     let mut begun = weights
@@ -171,13 +147,7 @@ fn an_abandoned_transaction_leaves_a_placeholder() {
 
 #[test]
 fn a_refused_swap_changes_nothing_and_gives_the_staged_adapter_back() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     let before = memory.snapshot();
     let uploads = memory.totals().uploads;
     let staged = weights.stage(&fresh.input()).unwrap();
@@ -208,10 +178,7 @@ fn a_refused_swap_changes_nothing_and_gives_the_staged_adapter_back() {
 
 #[test]
 fn an_adapter_that_fails_the_audit_is_refused_before_any_write() {
-    let world = World::new();
-    let World {
-        memory, weights, ..
-    } = &world;
+    let World(memory, weights, _, _) = &World::new();
     let poisoned = Adapter::new("d", &Geometry::dense(weights.model(), 4), f32::NAN);
     let before = memory.snapshot();
     let error = weights.swap(1, &poisoned.input()).unwrap_err();
@@ -227,13 +194,7 @@ fn an_adapter_that_fails_the_audit_is_refused_before_any_write() {
 
 #[test]
 fn swapping_the_same_name_in_place_is_a_step_of_its_own() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     let before = weights.adapter_id_for_slot(1);
     for generation in 1..4 {
         let stepped = weights.swap(1, &fresh.named("b")).unwrap();
@@ -246,8 +207,7 @@ fn swapping_the_same_name_in_place_is_a_step_of_its_own() {
 
 #[test]
 fn an_identity_is_never_given_to_other_weights_of_the_same_name() {
-    let world = World::new();
-    let World { weights, fresh, .. } = &world;
+    let World(_, weights, _, fresh) = &World::new();
     let mut seen = vec![weights.adapter_id_for_slot(1)];
     let mut note = |id: u64| {
         assert!(!seen.contains(&id), "an identity came back");
@@ -262,13 +222,7 @@ fn an_identity_is_never_given_to_other_weights_of_the_same_name() {
 
 #[test]
 fn refreshing_rewrites_the_entries_of_one_slot() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        resident,
-        ..
-    } = &world;
+    let World(memory, weights, resident, _) = &World::new();
     let route = weights.route(0, lora_weights::LoraModule::QProj).unwrap();
     memory.scribble(route.a_table, 4 * 8);
     for slot in 0..4 {
@@ -292,13 +246,7 @@ fn refreshing_rewrites_the_entries_of_one_slot() {
 
 #[test]
 fn a_report_that_is_given_is_not_made_again() {
-    let world = World::new();
-    let World {
-        memory,
-        weights,
-        fresh,
-        ..
-    } = &world;
+    let World(memory, weights, _, fresh) = &World::new();
     let report = weights.audit(&fresh.input());
     weights
         .swap(1, &fresh.input().with_report(&report))

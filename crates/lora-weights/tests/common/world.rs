@@ -20,13 +20,13 @@ pub fn pool(slots: u32) -> PoolSpec {
     }
 }
 
-/// Three MoE adapters resident in four slots, one more outside.
-pub struct World {
-    pub memory: Arc<TestMemory>,
-    pub weights: LoraWeights,
-    pub resident: Vec<Adapter>,
-    pub fresh: Adapter,
-}
+/// Memory, a pool of four slots in it, the three MoE adapters that are resident, and one more.
+pub struct World(
+    pub Arc<TestMemory>,
+    pub LoraWeights,
+    pub Vec<Adapter>,
+    pub Adapter,
+);
 
 impl World {
     pub fn new() -> Self {
@@ -41,11 +41,6 @@ impl World {
         let weights = LoraWeights::new(memory.clone(), model, pool(4)).unwrap();
         let inputs: Vec<_> = resident.iter().map(Adapter::input).collect();
         weights.load(&inputs).unwrap();
-        Self {
-            memory,
-            weights,
-            resident,
-            fresh,
-        }
+        Self(memory, weights, resident, fresh)
     }
 }
