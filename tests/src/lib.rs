@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use safetensors::Dtype;
+use safetensors::tensor::{SafeTensors, TensorView, serialize_to_file};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -164,11 +166,42 @@ impl CaseCopy {
     /// # Panics
     /// Where it is not there or no JSON.
     pub fn edit_config(&self, edit: impl FnOnce(&mut Value)) {
-        let path = self.path().join("adapter/adapter_config.json");
-        let text = std::fs::read_to_string(&path).expect("the config is there");
-        let mut config: Value = serde_json::from_str(&text).expect("the config is JSON");
-        edit(&mut config);
-        std::fs::write(&path, config.to_string()).expect("the config is written");
+        edit_json(&self.path().join("adapter/adapter_config.json"), edit);
+    }
+
+    /// Changes the base model's config.
+    ///
+    /// # Panics
+    /// Where it is not there or no JSON.
+    pub fn edit_model(&self, edit: impl FnOnce(&mut Value)) {
+        edit_json(&self.path().join("config.json"), edit);
+    }
+
+    /// Adds an F32 tensor to the recorded ones.
+    ///
+    /// # Panics
+    /// Where the file cannot be rewritten.
+    pub fn add_golden(&self, name: &str, shape: &[usize], values: &[f32]) {
+        let path = self.path().join("golden.safetensors");
+        let mut tensors = read_tensors(&path);
+        let data = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        tensors.push((name.to_owned(), Dtype::F32, shape.to_vec(), data));
+        write_tensors(&path, &tensors);
+    }
+
+    /// Changes the F32 values of every tensor of the adapter whose name ends with `suffix`. `edit` is given the shape.
+    ///
+    /// # Panics
+    /// Where there is no such tensor.
+    pub fn edit_adapter(&self, suffix: &str, edit: impl FnMut(&[usize], &mut [f32])) {
+        edit_tensors(
+            &self.path().join("adapter/adapter_model.safetensors"),
+            suffix,
+            edit,
+        );
     }
 
     /// Changes the F32 values of every golden tensor whose name ends with `suffix`. `edit` is given the shape.
@@ -180,37 +213,67 @@ impl CaseCopy {
     }
 }
 
-/// Rewrites a safetensors file with the F32 values of every tensor whose name ends with `suffix` changed.
-fn edit_tensors(path: &Path, suffix: &str, mut edit: impl FnMut(&[usize], &mut [f32])) {
-    use safetensors::tensor::{SafeTensors, TensorView, serialize_to_file};
+fn edit_json(path: &Path, edit: impl FnOnce(&mut Value)) {
+    let text = std::fs::read_to_string(path).expect("the config is there");
+    let mut config: Value = serde_json::from_str(&text).expect("the config is JSON");
+    edit(&mut config);
+    std::fs::write(path, config.to_string()).expect("the config is written");
+}
+
+/// Name, dtype, shape and bytes of a tensor.
+type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
+
+fn read_tensors(path: &Path) -> Vec<Tensor> {
     let bytes = std::fs::read(path).expect("the file is there");
     let file = SafeTensors::deserialize(&bytes).expect("the file is safetensors");
-    let mut changed = 0;
-    let mut tensors = Vec::new();
-    for (name, view) in file.iter() {
-        let mut data = view.data().to_vec();
-        if name.ends_with(suffix) {
-            let mut values: Vec<f32> = data
-                .as_chunks::<4>()
-                .0
-                .iter()
-                .map(|word| f32::from_le_bytes(*word))
-                .collect();
-            edit(view.shape(), &mut values);
-            data = values
-                .iter()
-                .flat_map(|value| value.to_le_bytes())
-                .collect();
-            changed += 1;
-        }
-        tensors.push((name.to_owned(), view.dtype(), view.shape().to_vec(), data));
-    }
-    assert!(changed > 0, "no tensor ends with {suffix}");
+    let tensor = |(name, view): (&str, TensorView<'_>)| {
+        let shape = view.shape().to_vec();
+        (name.to_owned(), view.dtype(), shape, view.data().to_vec())
+    };
+    file.iter().map(tensor).collect()
+}
+
+fn write_tensors(path: &Path, tensors: &[Tensor]) {
     let views = tensors.iter().map(|(name, dtype, shape, data)| {
-        (
-            name.as_str(),
-            TensorView::new(*dtype, shape.clone(), data).expect("sizes agree"),
-        )
+        let view = TensorView::new(*dtype, shape.clone(), data);
+        (name.as_str(), view.expect("sizes agree"))
     });
     serialize_to_file(views, None, path).expect("the file is written");
+}
+
+/// F32 values of little-endian bytes.
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (words, _) = bytes.as_chunks::<4>();
+    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
+/// The F32 values of the tensor of a safetensors file whose name is `name`.
+///
+/// # Panics
+/// Where there is no such file or tensor.
+pub fn read_f32(path: &Path, name: &str) -> Vec<f32> {
+    let tensors = read_tensors(path);
+    let found = tensors.iter().find(|tensor| tensor.0 == name);
+    floats(
+        &found
+            .unwrap_or_else(|| panic!("{}: no {name}", path.display()))
+            .3,
+    )
+}
+
+/// Rewrites a safetensors file with the F32 values of every tensor whose name ends with `suffix` changed.
+fn edit_tensors(path: &Path, suffix: &str, mut edit: impl FnMut(&[usize], &mut [f32])) {
+    let mut tensors = read_tensors(path);
+    let mut changed = 0;
+    for (_, _, shape, data) in tensors.iter_mut().filter(|t| t.0.ends_with(suffix)) {
+        let mut values = floats(data);
+        edit(shape, &mut values);
+        *data = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        changed += 1;
+    }
+    assert!(changed > 0, "no tensor ends with {suffix}");
+    write_tensors(path, &tensors);
 }

@@ -125,6 +125,8 @@ impl LoadOptions {
                 StackedOrderArg::RankMajor => LoraBLayout::RankMajor,
                 StackedOrderArg::GroupedByExpert => LoraBLayout::GroupedByExpert,
             }),
+            // What takes overlays is the engine's to say; an adapter's own file is fit to load or not whatever it says.
+            overlays: true,
             ..load_policy(levers)
         }
     }

@@ -2,22 +2,10 @@
 
 use bytesize::ByteSize;
 use comfy_table::{CellAlignment, Table, presets};
-use lora_runtime::weights::{AuditReport, Finding, FindingLevel};
+use lora_runtime::config::TokenTable;
+use lora_runtime::weights::{AuditReport, Finding, FindingLevel, OverlayRows, OverlayTableRows};
 use serde::Serialize;
 use std::io::{self, Write};
-
-/// The JSON of `lora audit --json`.
-#[derive(Debug, Serialize)]
-pub struct AuditJson<'a> {
-    ok: bool,
-    adapter: &'a str,
-    applied: usize,
-    ignored: &'a [String],
-    tensors: usize,
-    findings: Vec<FindingJson<'a>>,
-    modules: Vec<ModuleJson>,
-    bytes: BytesJson,
-}
 
 /// One finding in JSON.
 #[derive(Debug, Serialize)]
@@ -28,21 +16,13 @@ pub struct FindingJson<'a> {
     message: &'a str,
 }
 
-/// One adapted module in JSON. `module` is its path inside the layer, `expert` its number where it is an expert's.
-#[derive(Debug, Serialize)]
-struct ModuleJson {
+/// One adapted module. `module` is its path inside the layer, `expert` its number where it is an expert's.
+struct ModuleRow {
     layer: usize,
     module: &'static str,
     expert: Option<usize>,
     rank: u32,
     scale: f32,
-}
-
-#[derive(Debug, Serialize)]
-struct BytesJson {
-    slot: u64,
-    expert: u64,
-    overlay: u64,
 }
 
 impl<'a> FindingJson<'a> {
@@ -57,28 +37,8 @@ impl<'a> FindingJson<'a> {
     }
 }
 
-impl<'a> AuditJson<'a> {
-    /// The report of the adapter called `adapter`.
-    pub fn new(adapter: &'a str, report: &'a AuditReport) -> Self {
-        Self {
-            ok: report.ok(),
-            adapter,
-            applied: report.applied,
-            ignored: &report.ignored,
-            tensors: report.tensors,
-            findings: report.findings.iter().map(FindingJson::new).collect(),
-            modules: modules(report),
-            bytes: BytesJson {
-                slot: report.bytes.slot,
-                expert: report.bytes.expert,
-                overlay: report.bytes.overlay,
-            },
-        }
-    }
-}
-
-fn modules(report: &AuditReport) -> Vec<ModuleJson> {
-    let module = |pair: &lora_runtime::weights::AuditedPair| ModuleJson {
+fn modules(report: &AuditReport) -> Vec<ModuleRow> {
+    let module = |pair: &lora_runtime::weights::AuditedPair| ModuleRow {
         layer: pair.layer,
         module: pair.target.module_name(),
         expert: pair.target.expert(),
@@ -106,6 +66,18 @@ pub fn write_audit(out: &mut dyn Write, adapter: &str, report: &AuditReport) -> 
     }
     for name in &report.ignored {
         writeln!(out, "ignored: {name}")?;
+    }
+    let OverlayRows { embed, lm_head } = report.overlay_rows;
+    for (table, rows) in [(TokenTable::Embed, embed), (TokenTable::LmHead, lm_head)] {
+        if rows != OverlayTableRows::default() {
+            writeln!(
+                out,
+                "overlay of {}: {} rows replaced at most, {} past the vocabulary",
+                table.peft_name(),
+                rows.replaced,
+                rows.extension
+            )?;
+        }
     }
     let errors = report
         .findings

@@ -55,9 +55,10 @@ enum Head<'a> {
 
 /// Builds the overlay of an adapter against the tables that the engine serves, and frees the raw buffers.
 ///
-/// Overridden are the rows of the adapter's own table that differ from the served one, and the trained ids; a trained id takes its delta row, any other the row of the adapter's own
-/// table. `Ok(None)` when nothing is overridden and nothing is offered. An untied head is overridden by tables of its own alone. Where head and embedding are one parameter, trained rows
-/// and a re-saved table change both; a table that PEFT put beside the original for one of them (`modules_to_save`) changes that one.
+/// Overridden are the rows of the adapter's own table that differ from the served one, and the trained ids; a trained id takes
+/// its delta row, any other the row of the adapter's own table. `Ok(None)` when nothing is overridden and nothing is offered. An
+/// untied head is overridden by tables of its own alone. Where head and embedding are one parameter, trained rows and a re-saved
+/// table change both; a table that PEFT put beside the original for one of them (`modules_to_save`) changes that one.
 ///
 /// Blocks until the rows are there.
 ///

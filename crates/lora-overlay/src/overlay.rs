@@ -57,7 +57,8 @@ pub struct LmHeadOverlay {
 pub struct RowDifference {
     /// Rows that differ by more than the threshold, and are overridden.
     pub over: u32,
-    /// Rows that differ by no more than the threshold and are served as the base model has them, unless they were trained by id: what a threshold over 0 loses.
+    /// Rows that differ by no more than the threshold and are served as the base model has them, unless they were trained by id:
+    /// what a threshold over 0 loses.
     pub under: u32,
 }
 
@@ -89,8 +90,8 @@ impl Extension {
 }
 
 impl EmbedOverlay {
-    /// Embedding rows of ids past the served vocabulary, which the adapter's own table has. Whether to serve such ids is the engine's choice: one that does
-    /// extends its tables, copies these rows in and registers the longer tables.
+    /// Embedding rows of ids past the served vocabulary, which the adapter's own table has. Whether to serve such ids is the
+    /// engine's choice: one that does extends its tables, copies these rows in and registers the longer tables.
     ///
     /// # Errors
     /// None in practice: the view is inside the overlay's own buffer.

@@ -45,7 +45,8 @@ impl<'a> ServedTable<'a> {
         })
     }
 
-    /// A table of `rows` rows whose values are not BF16 (quantised), or not to be read. Every row of an adapter's own table counts as different from it.
+    /// A table of `rows` rows whose values are not BF16 (quantised), or not to be read. Every row of an adapter's own table
+    /// counts as different from it.
     pub fn opaque(rows: usize) -> Self {
         Self {
             rows,
@@ -114,8 +115,9 @@ impl<'a> ServedTables<'a> {
         }
     }
 
-    /// With the factor that the model multiplies embedding rows by (Gemma: the square root of the hidden size, rounded to BF16), where the engine has done so by the time
-    /// overlays are applied: rows that replace others are then multiplied too, in FP32, and rounded once.
+    /// With the factor that the model multiplies embedding rows by (Gemma: the square root of the hidden size, rounded to BF16),
+    /// where the engine has done so by the time overlays are applied: rows that replace others are then multiplied too, in FP32,
+    /// and rounded once.
     #[must_use]
     pub fn with_embed_scale(self, scale: f32) -> Self {
         Self {

@@ -10,11 +10,13 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// The overlays of a pool's slots: two tables on the device, of embeddings and of heads, one record a slot, at addresses fixed for life, so that captured graphs stay
-/// valid while adapters come and go. Every overlay of a set is built for the same vocabulary.
+/// The overlays of a pool's slots: two tables on the device, of embeddings and of heads, one record a slot, at addresses fixed
+/// for life, so that captured graphs stay valid while adapters come and go. Every overlay of a set is built for the same
+/// vocabulary.
 ///
-/// A slot gets its overlay by [`install`](Self::install) and loses it by [`remove`](Self::remove); [`OverlaySlotRows`](crate::OverlaySlotRows) binds both to the slot's life. Both may be called
-/// from any thread, while no launch uses the slot; launches for other slots go on meanwhile.
+/// A slot gets its overlay by [`install`](Self::install) and loses it by [`remove`](Self::remove);
+/// [`OverlaySlotRows`](crate::OverlaySlotRows) binds both to the slot's life. Both may be called from any thread, while no launch
+/// uses the slot; launches for other slots go on meanwhile.
 #[derive(Debug)]
 pub struct TokenOverlaySet {
     shape: VocabShape,
@@ -83,8 +85,8 @@ impl TokenOverlaySet {
         self.slots
     }
 
-    /// Whether any slot has an overlay. An engine without captured graphs may leave both launches out where none has; a graph that is captured without them would not follow
-    /// an adapter that comes later.
+    /// Whether any slot has an overlay. An engine without captured graphs may leave both launches out where none has; a graph
+    /// that is captured without them would not follow an adapter that comes later.
     pub fn any_active(&self) -> bool {
         self.any_active.load(Ordering::Relaxed)
     }
@@ -133,8 +135,8 @@ impl TokenOverlaySet {
     /// Takes a slot's overlay out and frees it, where nobody else holds it. A slot that has none is left as it is.
     ///
     /// # Errors
-    /// [`OverlayError::SlotOutOfRange`]. What the upload gives: the overlay is kept then, so that the records that could not be cleared point to memory that is still there, and
-    /// cleared when the slot is next written.
+    /// [`OverlayError::SlotOutOfRange`]. What the upload gives: the overlay is kept then, so that the records that could not be
+    /// cleared point to memory that is still there, and cleared when the slot is next written.
     pub fn remove(&self, slot: u32) -> Result<(), OverlayError> {
         let mut state = self.state.lock();
         let Some(entry) = state.get_mut(slot as usize) else {
@@ -153,8 +155,9 @@ impl TokenOverlaySet {
         Ok(())
     }
 
-    /// Replaces embedding rows: row i of `out` (BF16 `[rows, hidden]`, gathered from the served table) becomes the row that its own slot's overlay has for `ids[i]`, bit for bit. Rows
-    /// without an overlay, and ids that theirs does not override, keep their bits. Enqueues one launch; legal under graph capture.
+    /// Replaces embedding rows: row i of `out` (BF16 `[rows, hidden]`, gathered from the served table) becomes the row that its
+    /// own slot's overlay has for `ids[i]`, bit for bit. Rows without an overlay, and ids that theirs does not override, keep
+    /// their bits. Enqueues one launch; legal under graph capture.
     ///
     /// # Errors
     /// [`OverlayError::Kernel`]: sizes and addresses that do not fit.
@@ -168,8 +171,9 @@ impl TokenOverlaySet {
         Ok(replace_rows(on, &table, tokens, out, self.embed_scale)?)
     }
 
-    /// Recomputes LM-head logits: for every id that a row's own slot overrides, `logits[row][id] = hidden[row] . rows[id]`, summed in FP32. `hidden` is what the head reads, BF16 `[rows, hidden]`;
-    /// `logits` is BF16 or F32, `[rows, vocabulary or more]`. Every other logit keeps its bits. Enqueues only; legal under graph capture.
+    /// Recomputes LM-head logits: for every id that a row's own slot overrides, `logits[row][id] = hidden[row] . rows[id]`,
+    /// summed in FP32. `hidden` is what the head reads, BF16 `[rows, hidden]`; `logits` is BF16 or F32, `[rows, vocabulary or
+    /// more]`. Every other logit keeps its bits. Enqueues only; legal under graph capture.
     ///
     /// # Errors
     /// [`OverlayError::Kernel`]: sizes and addresses that do not fit.

@@ -49,8 +49,9 @@ pub struct OverlayRaw {
     pub embed: OverlayRawSlot,
     /// The LM head.
     pub lm_head: OverlayRawSlot,
-    /// Whether the embedding's own table is the head's too where head and embedding are one parameter. PEFT writes a resized or re-saved table over that
-    /// parameter, so both change; `modules_to_save` without `ensure_weight_tying` puts a copy beside it, so only the embedding changes.
+    /// Whether the embedding's own table is the head's too where head and embedding are one parameter. PEFT writes a resized or
+    /// re-saved table over that parameter, so both change; `modules_to_save` without `ensure_weight_tying` puts a copy beside it,
+    /// so only the embedding changes.
     pub base_is_tied: bool,
 }
 

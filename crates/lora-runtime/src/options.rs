@@ -18,8 +18,9 @@ pub struct RuntimeOptions {
     pub launch: LaunchOptions,
     /// What the caller asserts beside adapter configs.
     pub parse: ParseOptions,
-    /// A row of an adapter's own vocabulary table is taken where an element differs from the served one by strictly more than this; rows that differ by less are
-    /// served as the base model has them. [`ROWDIFF_THRESH`] tells training from rounding; 0 takes every row that differs at all.
+    /// A row of an adapter's own vocabulary table is taken where an element differs from the served one by strictly more than
+    /// this; rows that differ by less are served as the base model has them. [`ROWDIFF_THRESH`] tells training from rounding; 0
+    /// takes every row that differs at all.
     pub row_diff_threshold: f32,
 }
 

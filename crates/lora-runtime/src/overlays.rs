@@ -25,8 +25,9 @@ impl LoraRuntime {
     /// Views must stay readable for the runtime's life: that is what `'static` says of them.
     ///
     /// # Errors
-    /// [`RuntimeError::TablesRegistered`]; [`RuntimeError::ServedTable`] where a table has fewer rows than the model has tokens, or the tables are tied and the model's
-    /// are not, or the reverse; [`RuntimeError::Overlay`] for another width, and for what allocations give.
+    /// [`RuntimeError::TablesRegistered`]; [`RuntimeError::ServedTable`] where a table has fewer rows than the model has tokens,
+    /// or the tables are tied and the model's are not, or the reverse; [`RuntimeError::Overlay`] for another width, and for what
+    /// allocations give.
     pub fn serve_tables(
         &self,
         tables: ServedTables<'static>,
@@ -76,9 +77,10 @@ impl LoraRuntime {
         self.vocabulary.get().map(|vocabulary| &vocabulary.set)
     }
 
-    /// Replaces embedding rows: row i of `out`, `[rows, hidden]`, gathered from the served table by `ids`, becomes the row that the adapter of the batch's row i has for `ids[i]`, where
-    /// it has one. Every other row keeps its bits. Returns without a launch where no tables are registered; else it always launches, so that a captured graph follows adapters that come
-    /// later ([`TokenOverlaySet::any_active`] says whether there is anything to apply now).
+    /// Replaces embedding rows: row i of `out`, `[rows, hidden]`, gathered from the served table by `ids`, becomes the row that
+    /// the adapter of the batch's row i has for `ids[i]`, where it has one. Every other row keeps its bits. Returns without a
+    /// launch where no tables are registered; else it always launches, so that a captured graph follows adapters that come later
+    /// ([`TokenOverlaySet::any_active`] says whether there is anything to apply now).
     ///
     /// # Errors
     /// [`RuntimeError::RowMapElsewhere`] for a batch that was routed from the device; [`RuntimeError::Overlay`] for sizes that do not fit.
@@ -97,9 +99,11 @@ impl LoraRuntime {
         Ok(set.apply_embeddings((self.kernels(), stream), tokens, out)?)
     }
 
-    /// Recomputes the logits of overridden ids: for each row of the batch, from `hidden`, `[rows, hidden]`, what the head reads, with the rows of the row's own adapter. `logits` is BF16 or F32,
-    /// `[rows, vocabulary or more]`; every other logit keeps its bits. Where logits are computed for some rows of a step alone (the last of each prompt), those rows are a batch of their own.
-    /// Returns without a launch where no tables are registered, as [`apply_embedding_overlay`](Self::apply_embedding_overlay).
+    /// Recomputes the logits of overridden ids: for each row of the batch, from `hidden`, `[rows, hidden]`, what the head reads,
+    /// with the rows of the row's own adapter. `logits` is BF16 or F32, `[rows, vocabulary or more]`; every other logit keeps its
+    /// bits. Where logits are computed for some rows of a step alone (the last of each prompt), those rows are a batch of their
+    /// own. Returns without a launch where no tables are registered, as
+    /// [`apply_embedding_overlay`](Self::apply_embedding_overlay).
     ///
     /// # Errors
     /// [`RuntimeError::Overlay`] for sizes that do not fit.

@@ -22,7 +22,7 @@ fn check_shape(case: &IndexEntry, output: &CommandOutput) {
         .map(String::as_str)
         .collect();
     let mut wanted = [
-        "ok", "adapter", "applied", "ignored", "tensors", "findings", "modules", "bytes",
+        "ok", "adapter", "applied", "ignored", "tensors", "findings", "modules", "bytes", "overlay",
     ];
     wanted.sort_unstable();
     let mut sorted = keys.clone();

@@ -2,5 +2,6 @@
 
 mod audit;
 mod docs;
+mod overlays;
 mod plan;
 mod verify;

@@ -8,8 +8,7 @@ use lora_runtime::kernels::{Applied, DeviceBuffer, LoraBackend, Stream};
 use lora_runtime::overlay::{ServedTable, ServedTables};
 use lora_runtime::weights::{BASE_SLOT, Unloaded, WeightsError};
 use lora_runtime::{LoraRuntime, RuntimeError, RuntimeOptions};
-use lora_tests::case_dir;
-use safetensors::SafeTensors;
+use lora_tests::{case_dir, read_f32};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -21,16 +20,10 @@ const HIDDEN: usize = 32;
 
 /// A tensor of a safetensors file, rounded to BF16.
 fn tensor(path: &Path, name: &str) -> Vec<bf16> {
-    let bytes = std::fs::read(path).expect("the file is there");
-    let file = SafeTensors::deserialize(&bytes).expect("the file is safetensors");
-    let data = file
-        .tensor(name)
-        .expect("the tensor is there")
-        .data()
-        .to_vec();
-    let (words, _) = data.as_chunks::<4>();
-    let round = |word: &[u8; 4]| bf16::from_f32(f32::from_le_bytes(*word));
-    words.iter().map(round).collect()
+    read_f32(path, name)
+        .into_iter()
+        .map(bf16::from_f32)
+        .collect()
 }
 
 fn base(name: &str) -> Vec<bf16> {

@@ -1,7 +1,7 @@
 //! `lora audit`: everything there is to say of an adapter folder, without loading it.
 
 use crate::options::{LoadOptions, rank_range, read_model};
-use crate::report::{AuditJson, write_audit};
+use crate::report::write_audit;
 use crate::{Answer, CliError, Console};
 use lora_runtime::weights::{AuditReport, audit_dir};
 use lora_runtime::whole_adapter_units;
@@ -52,7 +52,7 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
     };
     spinner.finish_and_clear();
     if options.json {
-        serde_json::to_writer_pretty(&mut *console.out, &AuditJson::new(&adapter, &report))?;
+        serde_json::to_writer_pretty(&mut *console.out, &report)?;
         writeln!(console.out)?;
     } else {
         write_audit(console.out, &adapter, &report)?;

@@ -2,9 +2,10 @@
 
 use crate::options::{BackendArg, LoadOptions, rank_range};
 use crate::report::{FindingJson, table, write_findings};
-use crate::verify::{BaseRows, Case, CaseResult, ModuleResult, Setup, verify_together};
+use crate::verify::{BaseRows, Case, CaseResult, ModuleResult, Place, Setup, verify_together};
 use crate::{Answer, CliError, Console};
-use lora_runtime::open_backend;
+use bytesize::ByteSize;
+use lora_runtime::{OverlayReport, open_backend};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -26,6 +27,9 @@ pub struct Options {
     /// Largest rank that the pool takes; the adapters' own where not given.
     #[arg(long, value_name = "N", value_parser = rank_range())]
     pub max_rank: Option<u32>,
+    /// Largest difference of an element up to which a row of an adapter's own vocabulary table counts as the base model's.
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    pub row_diff_threshold: f32,
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
@@ -47,6 +51,7 @@ pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliEr
         backend,
         options: &options.load,
         levers: &levers,
+        row_diff_threshold: options.row_diff_threshold,
     };
     let progress = console.bar(cases.len() as u64);
     let mut results: Vec<CaseResult> = vec![CaseResult::default(); cases.len()];
@@ -87,7 +92,10 @@ fn groups(cases: &[Case], mixed: bool) -> Vec<Vec<usize>> {
     let mut groups: Vec<Vec<usize>> = Vec::new();
     for at in 0..cases.len() {
         let shares = |group: &Vec<usize>| {
-            mixed && cases[at].model.is_some() && cases[group[0]].model == cases[at].model
+            mixed
+                && group
+                    .iter()
+                    .all(|other| cases[*other].shares_base(&cases[at]))
         };
         let same = groups.iter_mut().find(|group| shares(group));
         match same {
@@ -129,13 +137,14 @@ struct CaseJson<'a> {
     error: Option<String>,
     worst: Option<f64>,
     modules: Vec<ModuleJson<'a>>,
+    overlay: Option<OverlayJson>,
     skipped: &'a [String],
 }
 
 #[derive(Serialize)]
 struct ModuleJson<'a> {
     path: &'a str,
-    layer: usize,
+    layer: Option<usize>,
     module: &'static str,
     expert: Option<usize>,
     rows: usize,
@@ -146,13 +155,47 @@ struct ModuleJson<'a> {
     wanted: f32,
 }
 
+#[derive(Serialize)]
+struct OverlayJson {
+    embed_tokens: OverlayTableJson,
+    lm_head: OverlayTableJson,
+    rows_under_threshold: u32,
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct OverlayTableJson {
+    replaced: u32,
+    extension: u32,
+}
+
+impl OverlayJson {
+    fn new(overlay: &OverlayReport) -> Self {
+        let (embed, head) = overlay.extension_rows;
+        let table = |replaced, extension| OverlayTableJson {
+            replaced,
+            extension,
+        };
+        Self {
+            embed_tokens: table(overlay.embed_rows, embed),
+            lm_head: table(overlay.head_rows, head),
+            rows_under_threshold: overlay.rows_under_threshold,
+            bytes: overlay.bytes,
+        }
+    }
+}
+
 impl<'a> ModuleJson<'a> {
     fn new(module: &'a ModuleResult) -> Self {
+        let (layer, name, expert) = match module.place {
+            Place::Layer { layer, target } => (Some(layer), target.module_name(), target.expert()),
+            Place::Table(table) => (None, table.peft_name(), None),
+        };
         Self {
             path: &module.path,
-            layer: module.layer,
-            module: module.target.module_name(),
-            expert: module.target.expert(),
+            layer,
+            module: name,
+            expert,
             rows: module.rows,
             worst: module.worst.fraction,
             row: module.worst.row,
@@ -182,6 +225,7 @@ impl<'a> Outcome<'a> {
             error: case.error.as_ref().map(ToString::to_string),
             worst: result.worst().map(|module| module.worst.fraction),
             modules: result.modules.iter().map(ModuleJson::new).collect(),
+            overlay: result.overlay.as_ref().map(OverlayJson::new),
             skipped: &case.golden.skipped,
         };
         OutcomeJson {
@@ -237,7 +281,10 @@ impl<'a> Outcome<'a> {
 /// Findings, then a line a module, or that there is nothing to compare.
 fn write_case(case: &Case, result: &CaseResult, console: &mut Console<'_>) -> Result<(), CliError> {
     let rank_and_scale = |module: &ModuleResult| {
-        let pair = case.pair(module.layer, module.target);
+        let pair = match module.place {
+            Place::Layer { layer, target } => case.pair(layer, target),
+            Place::Table(_) => None,
+        };
         pair.map_or(("-".to_owned(), "-".to_owned()), |pair| {
             (pair.rank.to_string(), pair.scale.to_string())
         })
@@ -273,6 +320,17 @@ fn write_case(case: &Case, result: &CaseResult, console: &mut Console<'_>) -> Re
             ]);
         }
         writeln!(console.out, "{rows}")?;
+    }
+    if let Some(overlay) = &result.overlay {
+        let (embed, head) = overlay.extension_rows;
+        writeln!(
+            console.out,
+            "overlay: {} rows of embed_tokens and {} of lm_head replaced, {embed} and {head} past the vocabulary, {} left for the threshold; {}",
+            overlay.embed_rows,
+            overlay.head_rows,
+            overlay.rows_under_threshold,
+            ByteSize(overlay.bytes),
+        )?;
     }
     for path in &case.golden.skipped {
         writeln!(console.out, "not a delta, not compared: {path}")?;

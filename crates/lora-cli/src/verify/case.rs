@@ -3,6 +3,7 @@
 use super::compare::Factors;
 use super::golden::Golden;
 use super::matrix::Matrix;
+use super::tables::BaseTables;
 use crate::options::{LoadOptions, read_model};
 use crate::{CliError, Console};
 use half::bf16;
@@ -27,6 +28,8 @@ pub struct Case {
     pub golden: Golden,
     /// Why an adapter that may load is not compared: a recorded file that does not hold together, a file that is gone.
     pub error: Option<CliError>,
+    /// The base model's vocabulary tables, where the adapter overrides rows of them.
+    pub tables: Option<BaseTables>,
 }
 
 impl Case {
@@ -51,6 +54,7 @@ impl Case {
                     adapter: None,
                     golden: Golden::default(),
                     error: None,
+                    tables: None,
                 };
             }
         };
@@ -66,6 +70,7 @@ impl Case {
             adapter: None,
             golden: Golden::default(),
             error: None,
+            tables: None,
             model: Some(model),
         };
         case.error = case.open(dir, &parse).err();
@@ -78,6 +83,9 @@ impl Case {
             return Ok(());
         };
         let golden = Golden::read(&dir.join("golden.safetensors"), model)?;
+        if !self.report.overlays.is_empty() {
+            self.tables = Some(BaseTables::find(dir, &golden.tables, model)?);
+        }
         self.adapter = Some(Adapter::open(
             self.name.clone(),
             &dir.join("adapter"),
@@ -90,6 +98,15 @@ impl Case {
     /// Whether the adapter loads and its recorded outputs can be read.
     pub fn is_whole(&self) -> bool {
         self.report.ok() && self.error.is_none()
+    }
+
+    /// Whether one pool and one pair of served tables serve both cases.
+    pub fn shares_base(&self, other: &Self) -> bool {
+        let same_tables = match (&self.tables, &other.tables) {
+            (Some(own), Some(other)) => own == other,
+            _ => true,
+        };
+        self.model.is_some() && self.model == other.model && same_tables
     }
 
     /// The audited pair of a target; `None` where the adapter leaves it alone.

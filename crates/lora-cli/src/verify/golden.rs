@@ -6,6 +6,7 @@
 
 use super::matrix::Matrix;
 use super::stacked;
+use super::tables::{GoldenTable, TokenIds, token_ids};
 use crate::CliError;
 use crate::files::read_bytes;
 use lora_runtime::config::ModelSpec;
@@ -36,7 +37,9 @@ pub struct GoldenSite {
 pub struct Golden {
     /// Recorded modules, by path.
     pub sites: Vec<GoldenSite>,
-    /// Paths of recorded modules that are no place for a delta (embedding, norm, head).
+    /// Recorded vocabulary tables.
+    pub tables: Vec<GoldenTable>,
+    /// Paths of recorded modules that are no place for a delta or an overlay (norms).
     pub skipped: Vec<String>,
 }
 
@@ -60,12 +63,18 @@ impl Golden {
             path: path.to_path_buf(),
             what,
         };
-        let tensors = tensors(&bytes).map_err(bad)?;
-        Self::from_tensors(&tensors, spec).map_err(bad)
+        let (tensors, ids) = (
+            tensors(&bytes).map_err(bad)?,
+            token_ids(&bytes).map_err(bad)?,
+        );
+        Self::from_tensors((&tensors, &ids), spec).map_err(bad)
     }
 
     /// Sorts recorded tensors into sites.
-    pub(super) fn from_tensors(tensors: &Tensors, spec: &ModelSpec) -> Result<Self, String> {
+    pub(super) fn from_tensors(
+        (tensors, ids): (&Tensors, &TokenIds),
+        spec: &ModelSpec,
+    ) -> Result<Self, String> {
         let rules = NameRules {
             modules: lora_runtime::weights::ModuleSet::everything(),
             ..NameRules::default()
@@ -73,6 +82,10 @@ impl Golden {
         let mut golden = Self::default();
         for path in tensors.keys().filter_map(|name| name.strip_suffix("|out")) {
             if is_expert_block(tensors, path) {
+                continue;
+            }
+            if let Some(table) = GoldenTable::read((tensors, ids), path, spec)? {
+                golden.tables.push(table);
                 continue;
             }
             let placed = classify_key(
@@ -149,7 +162,7 @@ pub(super) fn matrix(tensors: &Tensors, path: &str, role: &str) -> Result<Matrix
 }
 
 /// The F32 tensors of a file; others (ids, indices) are not compared and left out.
-fn tensors(bytes: &[u8]) -> Result<Tensors, String> {
+pub(super) fn tensors(bytes: &[u8]) -> Result<Tensors, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let mut found = Tensors::new();
     for (name, view) in file.iter() {

@@ -3,15 +3,16 @@
 use super::case::Case;
 use super::compare::{Factors, Worst};
 use super::golden::GoldenSite;
+use super::overlay::{Loaded, serve_tables};
 use crate::CliError;
 use crate::options::LoadOptions;
 use half::bf16;
-use lora_runtime::config::{Levers, ModelSpec};
+use lora_runtime::config::{Levers, ModelSpec, TokenTable};
 use lora_runtime::kernels::{
     DeviceBuffer, ExpertRouting, LaunchContext, LoraBackend, MatMut, MatRef, Scratch, Stream,
 };
 use lora_runtime::weights::{BASE_SLOT, ExpertProj, LoraTarget};
-use lora_runtime::{LoraRuntime, ModuleOut, RuntimeError, RuntimeOptions};
+use lora_runtime::{LoraRuntime, ModuleOut, OverlayReport, RuntimeError, RuntimeOptions};
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -24,6 +25,22 @@ pub struct Setup<'a> {
     pub options: &'a LoadOptions,
     /// Levers as read from the environment.
     pub levers: &'a Levers,
+    /// Largest difference of an element up to which a row of an adapter's own table counts as that of the base.
+    pub row_diff_threshold: f32,
+}
+
+/// Where a recorded module stands in its model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In a layer.
+    Layer {
+        /// Global layer index.
+        layer: usize,
+        /// The module inside it.
+        target: LoraTarget,
+    },
+    /// Before or after the layers.
+    Table(TokenTable),
 }
 
 /// One recorded module of one case.
@@ -31,10 +48,8 @@ pub struct Setup<'a> {
 pub struct ModuleResult {
     /// Path of the module.
     pub path: String,
-    /// Global layer index.
-    pub layer: usize,
-    /// The module inside the layer.
-    pub target: LoraTarget,
+    /// Where it stands.
+    pub place: Place,
     /// Rows compared.
     pub rows: usize,
     /// The element furthest from what was recorded.
@@ -44,8 +59,10 @@ pub struct ModuleResult {
 /// All recorded modules of one case.
 #[derive(Debug, Clone, Default)]
 pub struct CaseResult {
-    /// Modules compared, by layer.
+    /// Modules compared: by layer, then vocabulary tables.
     pub modules: Vec<ModuleResult>,
+    /// What the adapter's overlay does to the vocabulary, where it has one.
+    pub overlay: Option<OverlayReport>,
 }
 
 impl CaseResult {
@@ -139,13 +156,13 @@ pub fn verify_together(
                 .modules
                 .extend(worst.map(|worst| ModuleResult {
                     path: site.path.clone(),
-                    layer,
-                    target,
+                    place: Place::Layer { layer, target },
                     rows,
                     worst,
                 }));
         }
     }
+    pool.verify_tables(cases, &mut results, &mut base)?;
     Ok((results, base))
 }
 
@@ -209,6 +226,9 @@ impl Pool {
         };
         let options = runtime_options(setup, &loading);
         let runtime = LoraRuntime::new(Arc::clone(&setup.backend), model, options)?;
+        if let Some(tables) = loading.iter().find_map(|case| case.tables.as_ref()) {
+            serve_tables(&runtime, tables)?;
+        }
         let loaded = runtime.load(loading.iter().filter_map(|case| case.adapter.as_ref()))?;
         let mut loaded = loaded.into_iter().map(|adapter| adapter.slot());
         let slots = cases
@@ -224,6 +244,33 @@ impl Pool {
             slots,
             most_rows,
         }))
+    }
+
+    /// Compares vocabulary tables, and says what each overlay does.
+    fn verify_tables(
+        &self,
+        cases: &[&Case],
+        results: &mut [CaseResult],
+        base: &mut BaseRows,
+    ) -> Result<(), RuntimeError> {
+        let loaded = Loaded {
+            runtime: &self.runtime,
+            cases,
+            slots: &self.slots,
+        };
+        for table in [TokenTable::Embed, TokenTable::LmHead] {
+            for (position, result) in loaded.verify(table, base)? {
+                results[position].modules.push(result);
+            }
+        }
+        let residents = self.runtime.report().adapters;
+        for (result, slot) in results.iter_mut().zip(&self.slots) {
+            let resident = residents
+                .iter()
+                .find(|resident| Some(resident.slot) == *slot);
+            result.overlay = resident.and_then(|resident| resident.overlay);
+        }
+        Ok(())
     }
 
     /// Adds the deltas of one projection to the recorded base outputs and reads the result back, a vector a row.
@@ -354,6 +401,7 @@ fn runtime_options(setup: &Setup<'_>, cases: &[&Case]) -> RuntimeOptions {
             .options
             .pool_spec(slots, max_rank, units, setup.levers),
         parse: setup.options.parse_options(),
+        row_diff_threshold: setup.row_diff_threshold,
         ..RuntimeOptions::new(slots, max_rank)
     }
 }

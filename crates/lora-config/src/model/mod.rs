@@ -218,6 +218,11 @@ impl ModelSpec {
         reader::from_hf_config(json)
     }
 
+    /// What the model multiplies embedding rows by, before it is rounded to the dtype of the table: the square root of the hidden size for Gemma.
+    pub fn embed_scale(&self) -> Option<f32> {
+        (self.family == ModelFamily::Gemma3).then(|| (self.hidden_size as f32).sqrt())
+    }
+
     /// Outputs of q_proj: `heads * head_dim`, twice that where attention is gated.
     pub fn q_width(&self) -> usize {
         let gate = 1 + usize::from(self.gated_attention);

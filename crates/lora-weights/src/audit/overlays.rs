@@ -19,6 +19,7 @@ pub(super) fn check(context: Context<'_>, inventory: &Inventory, findings: &mut 
         return;
     };
     for table in TABLES {
+        check_whole(&inventory.overlays, table, findings);
         check_tokens(context, (config, &inventory.overlays), table, findings);
     }
     check_saved(context, (config, &inventory.overlays), findings);
@@ -117,6 +118,20 @@ fn check_tensor(context: Context<'_>, tensor: &OverlayTensor, findings: &mut Fin
             findings.error(AuditReason::OverlayUnapplied, &tensor.name, message);
         }
         _ => {}
+    }
+}
+
+/// One whole table for a table: which of two would serve is not defined.
+fn check_whole(overlays: &OverlayTensors, table: TokenTable, findings: &mut Findings) {
+    let get = |kind| overlays.get(table, kind);
+    let (base, full) = (OverlayTensorKind::Base, OverlayTensorKind::FullTable);
+    if let (Some(base), Some(full)) = (get(base), get(full)) {
+        let message = format!(
+            "a second whole table for {}: {} is one",
+            table.peft_name(),
+            base.name
+        );
+        findings.error(AuditReason::DuplicateOverlayTensor, &full.name, message);
     }
 }
 

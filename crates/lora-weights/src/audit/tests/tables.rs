@@ -94,6 +94,10 @@ fn saved_tables_are_there_once() {
     Try::new(fields, plus([table(), second]))
         .with(overlays)
         .refused(AuditReason::DuplicateOverlayTensor);
+    let base = tensor(format!("{HEAD}.token_adapter.base_layer.weight"), 48, 32);
+    Try::new(fields, plus([table(), base]))
+        .with(overlays)
+        .refused(AuditReason::DuplicateOverlayTensor);
     let original = tensor(format!("{HEAD}.original_module.weight"), 48, 32);
     Try::new(fields, plus([table(), original]))
         .with(overlays)
