@@ -33,6 +33,7 @@ pub use report::{OverlayReport, ResidentReport, RuntimeReport};
 pub use runtime::{LoraRuntime, plan_scratch};
 pub use sites::ModuleOut;
 
+pub use half::bf16;
 pub use lora_config as config;
 pub use lora_kernels as kernels;
 pub use lora_moe as moe;

@@ -3,7 +3,7 @@
 use crate::metrics::Counters;
 use crate::overlays::Vocabulary;
 use crate::{Adapter, Metrics, RoutedBatch, RuntimeError, RuntimeOptions, open_backend};
-use half::bf16;
+use bytemuck::Pod;
 use lora_config::{BackendKind, ModelSpec, ParseOptions, RuntimeConfig};
 use lora_kernels::{
     DeviceBuffer, LaunchContext, LoraBackend, LoraKernels, RowSlots, Scratch, ScratchSpec, Stream,
@@ -292,8 +292,16 @@ impl LoraRuntime {
     ///
     /// # Errors
     /// What allocation and upload give.
-    pub fn buffer(&self, values: &[bf16]) -> Result<DeviceBuffer, RuntimeError> {
+    pub fn buffer<T: Pod>(&self, values: &[T]) -> Result<DeviceBuffer, RuntimeError> {
         Ok(DeviceBuffer::from_slice(self.memory(), values)?)
+    }
+
+    /// Blocks until everything enqueued on `stream` is done, before results are read back: for tools and tests, an engine has its own events.
+    ///
+    /// # Errors
+    /// What the enqueued work failed with.
+    pub fn synchronize(&self, stream: Stream) -> Result<(), RuntimeError> {
+        Ok(self.kernels.backend().synchronize(stream)?)
     }
 
     /// The expert tables, which follow the slots by themselves; `None` where the pool has no room for experts.

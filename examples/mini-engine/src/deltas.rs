@@ -47,17 +47,14 @@ impl Deltas {
             Some(top_k) => Some(ExpertStep::new(&runtime, block_rows, top_k)?),
             None => None,
         };
+        let vocab = runtime.model().vocab_size;
         let zeros = vec![bf16::ZERO; block_rows as usize * widest_projection(&runtime)];
         let outs = (0..MAX_SITES).map(|_| runtime.buffer(&zeros));
-        let words = |count: usize| {
-            let memory = runtime.kernels().backend().clone();
-            DeviceBuffer::zeroed(memory, (max_rows as usize * count * 4) as u64)
-        };
         Ok(Self {
             batch: runtime.batch(max_rows)?,
             experts,
-            tokens: words(1)?,
-            logits: words(runtime.model().vocab_size)?,
+            tokens: runtime.buffer(&vec![0_i32; max_rows as usize])?,
+            logits: runtime.buffer(&vec![0_f32; max_rows as usize * vocab])?,
             scratch: runtime.scratch(block_rows)?,
             x: runtime.buffer(&zeros)?,
             outs: outs.collect::<Result<_, _>>()?,
@@ -111,7 +108,7 @@ impl Deltas {
         let out = LogitsMut::F32(self.logits.f32_mat_mut(rows, vocab, vocab)?);
         self.runtime
             .apply_logits_overlay(Stream::OWN, &self.batch, hidden, out)?;
-        self.runtime.kernels().backend().synchronize(Stream::OWN)?;
+        self.runtime.synchronize(Stream::OWN)?;
         let values = self.logits.download(0, rows * vocab)?;
         logits.values_mut().copy_from_slice(&values);
         Ok(())
@@ -220,7 +217,7 @@ impl Deltas {
 
     /// Waits for the launch and fetches its outputs.
     fn read_back<const N: usize>(&self, outs: [&mut Rows<bf16>; N]) -> Result<(), RuntimeError> {
-        self.runtime.kernels().backend().synchronize(Stream::OWN)?;
+        self.runtime.synchronize(Stream::OWN)?;
         for (out, buffer) in outs.into_iter().zip(&self.outs) {
             let values = buffer.download(0, out.values().len())?;
             out.values_mut().copy_from_slice(&values);
@@ -231,9 +228,8 @@ impl Deltas {
 
 impl ExpertStep {
     fn new(runtime: &LoraRuntime, max_rows: u32, top_k: NonZeroU32) -> Result<Self, RuntimeError> {
-        let memory = runtime.kernels().backend().clone();
         Ok(Self {
-            chosen: DeviceBuffer::zeroed(memory, u64::from(max_rows) * size_of::<i32>() as u64)?,
+            chosen: runtime.buffer(&vec![0_i32; max_rows as usize])?,
             top_k,
             rows: runtime.expert_rows(max_rows)?,
             count: 0,

@@ -4,7 +4,7 @@ use crate::{adapter, bits, model, rotating, routed_q};
 use half::bf16;
 use lora_runtime::kernels::host::{HostBackend, HostOptions};
 use lora_runtime::kernels::overlay::LogitsMut;
-use lora_runtime::kernels::{Applied, DeviceBuffer, LoraBackend, Stream};
+use lora_runtime::kernels::{Applied, DeviceBuffer, Stream};
 use lora_runtime::overlay::{ServedTable, ServedTables};
 use lora_runtime::weights::{BASE_SLOT, Unloaded, WeightsError};
 use lora_runtime::{LoraRuntime, RuntimeError, RuntimeOptions};
@@ -96,8 +96,7 @@ fn embedded(runtime: &LoraRuntime, requests: &[i32], tokens: &[i32]) -> Vec<Vec<
 }
 
 fn device<T: bytemuck::Pod>(runtime: &LoraRuntime, values: &[T]) -> DeviceBuffer {
-    let memory: Arc<dyn LoraBackend> = Arc::clone(runtime.kernels().backend());
-    DeviceBuffer::from_slice(memory, values).expect("memory")
+    runtime.buffer(values).expect("memory")
 }
 
 /// Row `row` of a table of `HIDDEN` columns.

@@ -292,11 +292,7 @@ impl Pool {
             scratch: self.runtime.scratch(self.most_rows)?,
         };
         self.launch(layer, target, &mut batch)?;
-        self.runtime
-            .kernels()
-            .backend()
-            .synchronize(Stream::OWN)
-            .map_err(RuntimeError::from)?;
+        self.runtime.synchronize(Stream::OWN)?;
         let width = width(self.runtime.model(), layer, target).0;
         let values = batch
             .out
