@@ -16,7 +16,6 @@ constexpr int kExpandThreads = 128;
 constexpr int kWarpOutputs = 64;
 constexpr int kExpandAhead = 4;
 constexpr int kMaxGroupThreads = 1024;
-constexpr int kEntryThreads = 256;
 constexpr int kRowThreads = 256;
 constexpr int kHeadThreads = 256;
 constexpr int kHeadIds = 128;

@@ -1,138 +1,258 @@
-// Grouping of a step's rows by table entry: a stable counting sort and the tile list, in one block.
+// Grouping of a step's rows by table entry: a stable sort of the rows, and the tile list.
 //
-// Every warp takes a run of consecutive rows: it counts them by entry, and once the counts of all warps are summed up, entries first and then warps in
-// order, it knows where each of its rows goes. No atomics, so the result is the same every time.
+// Which entry a row takes is said by a source: the row's slot, or (adapter of its token, its expert). Two ways to sort, which give the same lists:
+// up to 1024 rows, one block sorts (entry, row) keys, whatever the number of entries; more rows are counted by entry. Counting takes several blocks,
+// none of which waits for another: each counts all rows, those before its own slice apart, so that it knows where its slice's rows go. Integer
+// atomics only add counts up, and a row's place among its entry's rows follows from its number, so the result is the same every time.
 #pragma once
 
+#include "block_scan.cuh"
 #include "params.cuh"
 #include "primitives.cuh"
 
 constexpr uint32_t kNoEntry = ~0u;
 
-// Exclusive prefix sums over the block of one value a thread; `total` is the sum.
-__device__ __forceinline__ uint32_t block_exclusive_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
-    const uint32_t lane = threadIdx.x % 32;
-    uint32_t inclusive = value;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(0xffffffffu, inclusive, distance);
-        if (lane >= distance) inclusive += before;
-    }
-    if (lane == 31) warp_sums[threadIdx.x / 32] = inclusive;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        const uint32_t mine = lane < blockDim.x / 32 ? warp_sums[lane] : 0;
-        uint32_t sum = mine;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const uint32_t before = __shfl_up_sync(0xffffffffu, sum, distance);
-            if (lane >= distance) sum += before;
-        }
-        warp_sums[lane] = sum - mine;
-        if (lane == 31) warp_sums[32] = sum;
-    }
-    __syncthreads();
-    total = warp_sums[32];
-    const uint32_t result = warp_sums[threadIdx.x / 32] + inclusive - value;
-    __syncthreads();
-    return result;
+// Keys of the sort: the entry above the row. MAX_ENTRIES of 2^21 leaves the largest key below `kNoEntry`.
+constexpr uint32_t kRowBits = 10;
+static_assert(kMaxGroupThreads == 1 << kRowBits);
+constexpr uint32_t kRowMask = kMaxGroupThreads - 1;
+
+// A row's entry is its slot.
+struct SlotSource {
+    const int32_t* slots;
+
+    __device__ __forceinline__ void prepare() {}
+    __device__ __forceinline__ uint32_t entry_of(uint32_t row) const { return static_cast<uint32_t>(__ldcg(slots + row)); }
+};
+
+__device__ __forceinline__ uint32_t lanes_before() { return (1u << threadIdx.x % 32) - 1; }
+
+__device__ __forceinline__ uint32_t tile_rows_of(const GroupParams& p, uint32_t rows) {
+    return rows <= p.small_max ? kSmallTileRows : kLargeTileRows;
 }
 
-// Visits the warp's rows in order, 32 at a time; four loads are in flight. `visit(row, index, peers)` runs in the lanes whose row's entry is the
-// `index`th of the `entries` from `first_entry` on; `peers` are the lanes with the same one.
-template <typename Visit>
-__device__ __forceinline__ void for_rows_of_warp(const GroupParams& p, uint32_t first_entry, uint32_t entries, Visit visit) {
-    constexpr int kAhead = 4;
-    const int32_t* entry_of_row = reinterpret_cast<const int32_t*>(p.seq_slot);
+// Ascending order over the block, a key a thread; the block's threads are a power of two.
+__device__ __forceinline__ uint32_t sorted_key(uint32_t key, uint32_t (&exchange)[2][kMaxGroupThreads]) {
+    uint32_t buffer = 0;
+    for (uint32_t run = 2; run <= blockDim.x; run *= 2) {
+        const bool ascending = (threadIdx.x & run) == 0;
+        for (uint32_t distance = run / 2; distance > 0; distance /= 2) {
+            uint32_t other;
+            if (distance < 32) {
+                other = __shfl_xor_sync(kAllLanes, key, distance);
+            } else {
+                // Two buffers in turn: who writes one again has passed the barrier that all its readers have come to.
+                exchange[buffer][threadIdx.x] = key;
+                __syncthreads();
+                other = exchange[buffer][threadIdx.x ^ distance];
+                buffer ^= 1;
+            }
+            const bool lower = (threadIdx.x & distance) == 0;
+            key = lower == ascending ? min(key, other) : max(key, other);
+        }
+    }
+    return key;
+}
+
+// One bit a thread of the block, a word a warp.
+struct BlockMarks {
+    uint32_t own;   // of this warp
+    uint32_t lane;  // of warp `lane`
+    uint32_t warp;
+
+    __device__ __forceinline__ BlockMarks(const uint32_t* words, uint32_t warps)
+        : own(words[threadIdx.x / 32]),
+          lane(threadIdx.x % 32 < warps ? words[threadIdx.x % 32] : 0),
+          warp(threadIdx.x / 32) {}
+
+    // The last mark at or before the thread; there is one.
+    __device__ __forceinline__ uint32_t last_until() const {
+        const uint32_t before = __ballot_sync(kAllLanes, lane != 0) & ((1u << warp) - 1);
+        const uint32_t other = before == 0 ? 0 : 31 - __clz(before);
+        const uint32_t word = __shfl_sync(kAllLanes, lane, other);
+        const uint32_t here = own & (lanes_before() * 2 + 1);
+        return here != 0 ? warp * 32 + 31 - __clz(here) : other * 32 + 31 - __clz(word);
+    }
+
+    // The first mark after the thread, `none` where there is none.
+    __device__ __forceinline__ uint32_t first_after(uint32_t none) const {
+        const uint32_t after = __ballot_sync(kAllLanes, lane != 0) & ~((2u << warp) - 1);
+        const uint32_t other = after == 0 ? 0 : __ffs(after) - 1;
+        const uint32_t word = __shfl_sync(kAllLanes, lane, other);
+        const uint32_t here = own & ~(lanes_before() * 2 + 1);
+        if (here != 0) return warp * 32 + __ffs(here) - 1;
+        return after != 0 ? other * 32 + __ffs(word) - 1 : none;
+    }
+
+    // Marks before the thread's warp.
+    __device__ __forceinline__ uint32_t before_warp() const {
+        return __reduce_add_sync(kAllLanes, threadIdx.x % 32 < warp ? __popc(lane) : 0);
+    }
+
+    __device__ __forceinline__ uint32_t total() const { return __reduce_add_sync(kAllLanes, __popc(lane)); }
+};
+
+// A thread a row.
+template <typename Source>
+__device__ __forceinline__ void group_sorted(const GroupParams& p, Source& source) {
+    __shared__ uint32_t exchange[2][kMaxGroupThreads];
+    __shared__ uint32_t last_key[32], starts[32], tile_starts[32];
+    source.prepare();
+    const uint32_t at = threadIdx.x;
     const uint32_t warps = blockDim.x / 32;
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t run = ((p.rows + warps - 1) / warps + 31) / 32 * 32;
-    const uint32_t begin = threadIdx.x / 32 * run;
-    const uint32_t end = min(begin + run, p.rows);
-    for (uint32_t first = begin; first < end; first += 32 * kAhead) {
-        uint32_t index[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const uint32_t row = first + i * 32 + lane;
-            const uint32_t entry = row < end ? static_cast<uint32_t>(__ldcg(entry_of_row + row)) : kNoEntry;
-            index[i] = entry >= p.slots ? kNoEntry : entry - first_entry;
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const bool here = index[i] < entries;
-            const uint32_t lanes = __ballot_sync(0xffffffffu, here);
-            if (here) visit(first + i * 32 + lane, index[i], __match_any_sync(lanes, index[i]));
-            __syncwarp();
-        }
+    const uint32_t entry = at < p.rows ? source.entry_of(at) : kNoEntry;
+    const uint32_t key = sorted_key(entry < p.slots ? entry << kRowBits | at : kNoEntry, exchange);
+    const bool routed = key != kNoEntry;
+
+    if (at % 32 == 31) last_key[at / 32] = key;
+    const uint32_t total = __syncthreads_count(routed);
+    uint32_t previous = __shfl_up_sync(kAllLanes, key, 1);
+    if (at % 32 == 0 && at > 0) previous = last_key[at / 32 - 1];
+    const bool starts_group = routed && (at == 0 || previous >> kRowBits != key >> kRowBits);
+    const uint32_t start_word = __ballot_sync(kAllLanes, starts_group);
+    if (at % 32 == 0) starts[at / 32] = start_word;
+    __syncthreads();
+    const BlockMarks groups(starts, warps);
+    const uint32_t start = groups.last_until();
+    const uint32_t end = groups.first_after(total);
+    const uint32_t tile_rows = tile_rows_of(p, end - start);
+    const bool starts_tile = routed && (at - start) % tile_rows == 0;
+    const uint32_t tile_word = __ballot_sync(kAllLanes, starts_tile);
+    if (at % 32 == 0) tile_starts[at / 32] = tile_word;
+    __syncthreads();
+    const BlockMarks tiles(tile_starts, warps);
+    const uint32_t tile = tiles.before_warp() + __popc(tile_word & lanes_before());
+    const uint32_t tile_count = tiles.total();
+    if (starts_tile && tile < p.max_tiles) {
+        reinterpret_cast<uint4*>(p.tiles)[tile] = make_uint4(key >> kRowBits, at, min(tile_rows, end - at), 0);
     }
+    if (routed) reinterpret_cast<uint32_t*>(p.perm)[at] = key & kRowMask;
+    if (at == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(tile_count, p.max_tiles);
 }
 
-// What earlier ranges of entries have taken of the permutation and of the tile list.
+// Two values that are summed up together.
 struct Taken {
     uint32_t positions;
     uint32_t tiles;
 };
 
-// Tiles of `entries` entries from `first_entry` on. On return `counts` holds the next position of every warp and entry.
-__device__ __forceinline__ Taken make_tiles(const GroupParams& p, uint32_t first_entry, uint32_t entries, uint32_t* counts,
-                                            uint32_t* warp_sums, Taken taken) {
+__device__ __forceinline__ Taken operator+(Taken a, Taken b) { return Taken{a.positions + b.positions, a.tiles + b.tiles}; }
+__device__ __forceinline__ Taken operator-(Taken a, Taken b) { return Taken{a.positions - b.positions, a.tiles - b.tiles}; }
+
+__device__ __forceinline__ Taken lane_up(Taken value, uint32_t distance) {
+    return Taken{lane_up(value.positions, distance), lane_up(value.tiles, distance)};
+}
+
+// A range of entries, and how many rows each has: before the block's slice, and from there on.
+struct EntryRange {
+    uint32_t first;
+    uint32_t entries;
+    uint32_t* before;
+    uint32_t* after;
+};
+
+// Counts all rows of the batch; eight loads are in flight.
+template <typename Source>
+__device__ __forceinline__ void count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t slice_begin) {
+    constexpr int kAhead = 8;
+    for (uint32_t first = threadIdx.x; first < p.rows; first += blockDim.x * kAhead) {
+        uint32_t index[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const uint32_t row = first + i * blockDim.x;
+            const uint32_t entry = source.entry_of(min(row, p.rows - 1));
+            index[i] = (row < p.rows ? entry : kNoEntry) - range.first;
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            uint32_t* counts = first + i * blockDim.x < slice_begin ? range.before : range.after;
+            if (index[i] < range.entries) atomicAdd(counts + index[i], 1);
+        }
+    }
+}
+
+// Writes the tiles of the range, each entry's by one of the blocks. On return `before` holds where the slice's first row of each entry goes.
+__device__ __forceinline__ Taken make_tiles(const GroupParams& p, const EntryRange& range, Taken* warp_sums, Taken taken) {
     uint4* tiles = reinterpret_cast<uint4*>(p.tiles);
-    const uint32_t warps = blockDim.x / 32;
-    for (uint32_t first = 0; first < entries; first += blockDim.x) {
+    for (uint32_t first = 0; first < range.entries; first += blockDim.x) {
         const uint32_t index = first + threadIdx.x;
-        uint32_t rows = 0;
-        if (index < entries) {
-            for (uint32_t warp = 0; warp < warps; ++warp) rows += counts[warp * entries + index];
-        }
-        const uint32_t tile_rows = rows <= p.small_max ? kSmallTileRows : kLargeTileRows;
+        const bool here = index < range.entries;
+        const uint32_t before = here ? range.before[index] : 0;
+        const uint32_t rows = here ? before + range.after[index] : 0;
+        const uint32_t tile_rows = tile_rows_of(p, rows);
         const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
-        uint32_t total_rows, total_tiles;
-        const uint32_t position = taken.positions + block_exclusive_scan(rows, warp_sums, total_rows);
-        const uint32_t tile = taken.tiles + block_exclusive_scan(own_tiles, warp_sums, total_tiles);
-        for (uint32_t i = 0; i < own_tiles && tile + i < p.max_tiles; ++i) {
-            const uint32_t done = i * tile_rows;
-            tiles[tile + i] = make_uint4(first_entry + index, position + done, min(tile_rows, rows - done), 0);
-        }
-        if (index < entries) {
-            uint32_t next = position;
-            for (uint32_t warp = 0; warp < warps; ++warp) {
-                const uint32_t count = counts[warp * entries + index];
-                counts[warp * entries + index] = next;
-                next += count;
+        Taken total;
+        const Taken at = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
+        if (here) range.before[index] = at.positions + before;
+        if (index % gridDim.x == blockIdx.x) {
+            for (uint32_t i = 0; i < own_tiles && at.tiles + i < p.max_tiles; ++i) {
+                const uint32_t done = i * tile_rows;
+                tiles[at.tiles + i] = make_uint4(range.first + index, at.positions + done, min(tile_rows, rows - done), 0);
             }
         }
-        taken.positions += total_rows;
-        taken.tiles += total_tiles;
+        taken = taken + total;
     }
     return taken;
 }
 
-// `capacity`: entries that shared memory has counts for, for every warp. More entries take more passes over the rows.
-__device__ __forceinline__ void group_rows(const GroupParams& p, uint32_t capacity) {
-    extern __shared__ uint32_t counts[];  // [warps][entries]: rows, then the next position
-    __shared__ uint32_t warp_sums[33];
+// Writes where the slice's rows go. Warps take turns, 32 rows each, so that rows of an entry stay in order.
+template <typename Source>
+__device__ __forceinline__ void place_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin,
+                                           uint32_t end) {
     uint32_t* perm = reinterpret_cast<uint32_t*>(p.perm);
-    const uint32_t lanes_before = (1u << threadIdx.x % 32) - 1;
+    for (uint32_t first = begin; first < end; first += blockDim.x) {
+        const uint32_t row = first + threadIdx.x;
+        const uint32_t index = (row < end ? source.entry_of(row) : kNoEntry) - range.first;
+        const bool here = index < range.entries;
+        const uint32_t lanes = __ballot_sync(kAllLanes, here);
+        const uint32_t peers = here ? __match_any_sync(lanes, index) : 0;
+        const uint32_t turns = min(blockDim.x, end - first + 31) / 32;
+        uint32_t position = 0;
+        for (uint32_t turn = 0; turn < turns; ++turn) {
+            if (turn == threadIdx.x / 32 && here) {
+                const uint32_t start = range.before[index];
+                __syncwarp(lanes);
+                if ((peers & lanes_before()) == 0) range.before[index] = start + __popc(peers);
+                position = start + __popc(peers & lanes_before());
+            }
+            __syncthreads();
+        }
+        if (here) perm[position] = row;
+    }
+}
+
+// `capacity`: entries that shared memory has two counts for; more entries take more passes over the rows.
+template <typename Source>
+__device__ __forceinline__ void group_counted(const GroupParams& p, Source& source, uint32_t capacity) {
+    extern __shared__ uint32_t counts[];
+    __shared__ Taken warp_sums[33];
+    source.prepare();
+    const uint32_t slice = (p.rows + gridDim.x - 1) / gridDim.x;
+    const uint32_t begin = min(blockIdx.x * slice, p.rows);
+    const uint32_t end = min(begin + slice, p.rows);
     Taken taken{0, 0};
-    wait_for_predecessor();
     for (uint32_t first_entry = 0; first_entry < p.slots; first_entry += capacity) {
         const uint32_t entries = min(capacity, p.slots - first_entry);
-        uint32_t* mine = counts + threadIdx.x / 32 * entries;
+        const EntryRange range{first_entry, entries, counts, counts + entries};
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < blockDim.x / 32 * entries; i += blockDim.x) counts[i] = 0;
+        for (uint32_t i = threadIdx.x; i < 2 * entries; i += blockDim.x) counts[i] = 0;
         __syncthreads();
-        for_rows_of_warp(p, first_entry, entries, [&](uint32_t, uint32_t index, uint32_t peers) {
-            if ((peers & lanes_before) == 0) mine[index] += __popc(peers);
-        });
+        count_rows(p, source, range, begin);
         __syncthreads();
-        taken = make_tiles(p, first_entry, entries, counts, warp_sums, taken);
+        taken = make_tiles(p, range, warp_sums, taken);
         __syncthreads();
-        for_rows_of_warp(p, first_entry, entries, [&](uint32_t row, uint32_t index, uint32_t peers) {
-            const uint32_t start = mine[index];
-            __syncwarp(peers);
-            if ((peers & lanes_before) == 0) mine[index] = start + __popc(peers);
-            perm[start + __popc(peers & lanes_before)] = row;
-        });
+        place_rows(p, source, range, begin, end);
     }
-    if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
+}
+
+template <typename Source>
+__device__ __forceinline__ void group_rows(const GroupParams& p, Source source, uint32_t capacity) {
+    let_dependents_start();
+    wait_for_predecessor();
+    if (p.rows <= kMaxGroupThreads) {
+        group_sorted(p, source);
+    } else {
+        group_counted(p, source, capacity);
+    }
 }

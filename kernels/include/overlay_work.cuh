@@ -5,7 +5,7 @@
 // grid cannot know how many there are, since overlays change under a captured graph: blocks take every n-th of them.
 #pragma once
 
-#include "group_rows.cuh"
+#include "block_scan.cuh"
 #include "overlay_rows.cuh"
 
 struct HeadItem {

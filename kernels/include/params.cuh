@@ -69,13 +69,12 @@ struct EntryParams {
     uint64_t experts;
     uint64_t offsets;
     uint64_t tokens;
-    uint64_t entries;
-    uint32_t rows;
     uint32_t token_count;
     uint32_t top_k;
     uint32_t num_experts;
     uint32_t slots;
     uint32_t residents;
+    uint32_t reserved;
 };
 
 struct OverlaySlot {
@@ -160,7 +159,7 @@ static_assert(sizeof(DeltaParams) == 104 + 88 * kMaxSites);
 static_assert(offsetof(DeltaParams, x_rows) == 40 && offsetof(DeltaParams, rows) == 56);
 static_assert(offsetof(DeltaParams, pass_first) == 88 && offsetof(DeltaParams, sites) == 104);
 static_assert(sizeof(GroupParams) == 48);
-static_assert(sizeof(EntryParams) == 72 && offsetof(EntryParams, rows) == 48);
+static_assert(sizeof(EntryParams) == 64 && offsetof(EntryParams, token_count) == 40);
 static_assert(sizeof(OverlaySlot) == 32 && offsetof(OverlaySlot, slot_map) == 16 && offsetof(OverlaySlot, n_override) == 24);
 static_assert(sizeof(RowDiffParams) == 48 && offsetof(RowDiffParams, distances) == 32 && offsetof(RowDiffParams, rows) == 40);
 static_assert(sizeof(GatherRowsParams) == 72 && offsetof(GatherRowsParams, index) == 32);

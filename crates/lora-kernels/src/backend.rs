@@ -63,11 +63,16 @@ pub trait LoraBackend: DeviceMemory {
     /// What enqueueing gives; on the host also an address outside its allocations.
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError>;
 
-    /// Finds the table entry of each row of a MoE block, by the rule of [`EntryParams`].
+    /// Groups the rows of a MoE block by table entry, which each finds by the rule of [`EntryParams`].
     ///
     /// # Errors
     /// What enqueueing gives; on the host also an address outside its allocations.
-    fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError>;
+    fn group_experts(
+        &self,
+        stream: Stream,
+        params: &GroupParams,
+        entries: &EntryParams,
+    ) -> Result<(), KernelError>;
 
     /// Runs one pass of a delta: shrink, then expand and fold.
     ///

@@ -47,11 +47,8 @@ pub(crate) const WARP_OUTPUTS: u32 = 64;
 /// Times 8 base rows that a thread of an expand block over large tiles has room for.
 pub(crate) const EXPAND_AHEAD: u32 = 4;
 
-/// Most threads of the block that groups rows.
+/// Most threads of a block that groups rows, and most rows that are sorted rather than counted.
 pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
-
-/// Threads of a block that finds table entries.
-pub(crate) const ENTRY_THREADS: u32 = 256;
 
 /// Threads of a block of whole-row operations: a warp a row, or all of them.
 pub(crate) const ROW_THREADS: u32 = 256;
@@ -191,7 +188,7 @@ pub struct DeltaParams {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct GroupParams {
-    /// `i32[rows]`: entry of each row; negative, or at or past `slots`: in no tile.
+    /// `i32[rows]`: entry of each row; negative, or at or past `slots`: in no tile. Not read where [`EntryParams`] say the entries.
     pub seq_slot: u64,
     /// u32 out: tiles written.
     pub tile_count: u64,
@@ -209,10 +206,10 @@ pub struct GroupParams {
     pub max_tiles: u32,
 }
 
-/// Which table entry each row of a MoE block takes: `resident of its token's adapter slot * num_experts + its expert`.
+/// Which table entry each row of a MoE block takes, beside the [`GroupParams`] of its grouping: `resident of its token's adapter slot * num_experts + its expert`.
 ///
 /// Unsorted rows (`experts` is not 0): row i is token `i / top_k`, its expert `experts[i]`. Sorted rows: row i is token `tokens[i]`, its
-/// expert the one whose bounds hold i. A token, slot, resident or expert that is negative or past its limit gives entry -1.
+/// expert the one whose bounds hold i. A token, slot, resident or expert that is negative or past its limit puts the row in no tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct EntryParams {
@@ -226,10 +223,6 @@ pub struct EntryParams {
     pub offsets: u64,
     /// `u32[rows]`: token of each row. Not read where `experts` is not 0.
     pub tokens: u64,
-    /// `i32[rows]` out.
-    pub entries: u64,
-    /// Rows.
-    pub rows: u32,
     /// Tokens.
     pub token_count: u32,
     /// Rows a token, where they are unsorted; at least 1.
@@ -240,6 +233,8 @@ pub struct EntryParams {
     pub slots: u32,
     /// Adapters that the tables have room for.
     pub residents: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// Bytes of scratch that one site of a launch takes: a multiple of 256.
@@ -271,6 +266,6 @@ const _: () = {
     assert!(offset_of!(DeltaParams, pass_first) == 88);
     assert!(offset_of!(DeltaParams, sites) == 104);
     assert!(size_of::<GroupParams>() == 48);
-    assert!(size_of::<EntryParams>() == 72);
-    assert!(offset_of!(EntryParams, rows) == 48);
+    assert!(size_of::<EntryParams>() == 64);
+    assert!(offset_of!(EntryParams, token_count) == 40);
 };

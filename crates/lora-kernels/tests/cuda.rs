@@ -4,7 +4,7 @@ use half::bf16;
 use lora_kernels::cuda::{CudaBackend, CudaError};
 use lora_kernels::testing::{
     Batch, BatchShape, DeviceBatch, GpuTest, SiteShape, TestBackend, Via, bits, correctness,
-    overlay,
+    experts, overlay,
 };
 use lora_kernels::{Applied, LaunchOptions, Stream};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ on_gpu! {
     passes_do_not_change_bits => bits::passes_do_not_change_bits;
     groupings_agree_with_the_rule => bits::groupings_agree_with_the_rule;
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
-    expert_entries_agree_with_the_rule => bits::expert_entries_agree_with_the_rule;
+    experts_are_grouped_by_the_rule => experts::experts_are_grouped_by_the_rule;
     row_distances_are_exact => overlay::row_distances_are_exact;
     gathered_rows_are_copies => overlay::gathered_rows_are_copies;
     replaced_rows_are_copies => overlay::replaced_rows_are_copies;

@@ -2,9 +2,8 @@
 
 use crate::{ExpertTables, MoeError};
 use lora_kernels::{
-    Applied, ExpertEntries, ExpertRouting, GateUpOut, KernelError, LaunchContext, LoraBackend,
-    MatMut, MatRef, RouteSite, RoutedX, RowGroups, RowGroupsSpec, SiteKind, Stream, TokenAdapters,
-    apply_lora_bgmv,
+    Applied, ExpertRouting, GateUpOut, KernelError, LaunchContext, LoraBackend, MatMut, MatRef,
+    RouteSite, RoutedX, RowGroups, RowGroupsSpec, SiteKind, Stream, TokenAdapters, apply_lora_bgmv,
 };
 use lora_weights::ExpertProj;
 use lora_weights::device::{DeviceMemory, LoraRoute};
@@ -15,7 +14,6 @@ use std::sync::Arc;
 /// [`build`](Self::build) runs once a layer, after its top-k; gate, up and down of that layer share the result. Layers on one stream share one.
 #[derive(Debug)]
 pub struct ExpertRows {
-    entries: ExpertEntries,
     groups: RowGroups,
 }
 
@@ -36,7 +34,6 @@ impl ExpertRows {
             small_max,
         };
         Ok(Self {
-            entries: ExpertEntries::new(Arc::clone(&memory), max_rows)?,
             groups: RowGroups::new(memory, spec)?,
         })
     }
@@ -45,19 +42,16 @@ impl ExpertRows {
     /// the model's, is in no group and keeps its bits.
     ///
     /// # Errors
-    /// As [`ExpertEntries::build`] and [`RowGroups::build`].
+    /// As [`RowGroups::build_experts`].
     pub fn build(
         &mut self,
-        (backend, stream): (&dyn LoraBackend, Stream),
+        queue: (&dyn LoraBackend, Stream),
         tables: &ExpertTables,
         routing: ExpertRouting<'_>,
         adapters: TokenAdapters<'_>,
     ) -> Result<(), KernelError> {
-        let queue = (backend, stream);
-        self.entries
-            .build(queue, routing, adapters, tables.space()?)?;
         self.groups
-            .build(backend, stream, self.entries.row_slots()?)
+            .build_experts(queue, routing, adapters, tables.space()?)
     }
 
     /// The groups: what launches read.

@@ -9,7 +9,7 @@
 //! All of them are launches of `lora-kernels`, so a row's bits are the same by each. An expert table is a
 //! [`LoraRoute`](lora_weights::device::LoraRoute) over `residents x num_experts` entries: it has room for the adapters that can be resident at once rather than for
 //! every slot of the pool. [`ExpertRows::build`] finds each row's entry on the device, from what the router chose and from the tokens' slots;
-//! that costs two small kernels a layer. The gate and up fold comes before the activation, the down fold before the weighted sum over a
+//! that costs one small kernel a layer. The gate and up fold comes before the activation, the down fold before the weighted sum over a
 //! token's experts, the router's before top-k.
 //!
 //! Two tokens, top-2 of three experts; the adapter in slot 1 adapts up of expert 2:

@@ -163,7 +163,7 @@ impl ExpertTables {
         self.spec.residents * self.spec.num_experts
     }
 
-    /// What entries are numbered over, as [`ExpertEntries::build`](lora_kernels::ExpertEntries::build) takes it.
+    /// What entries are numbered over, as [`RowGroups::build_experts`](lora_kernels::RowGroups::build_experts) takes it.
     ///
     /// # Errors
     /// [`KernelError::ViewOutside`], never in practice.

@@ -2,8 +2,8 @@ use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
 use super::plan::{
-    plan_delta, plan_expert_entries, plan_gather_rows, plan_group_rows, plan_head_logits,
-    plan_replace_rows, plan_row_diff,
+    plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits, plan_replace_rows,
+    plan_row_diff,
 };
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{EntryParams, FLAG_TILES_READY, GroupParams};
@@ -186,15 +186,30 @@ impl LoraBackend for CudaBackend {
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        let mut plan = plan_group_rows(&params);
+        let mut plan = plan_group_rows(Kernel::GroupRows, &params);
         let mut arguments = [(&raw mut params).cast(), (&raw mut plan.capacity).cast()];
         self.enqueue(&plan.launch, stream, &mut arguments)?;
         self.just_grouped.set(stream);
         Ok(())
     }
 
-    fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
-        self.enqueue_one(&plan_expert_entries(params), stream, *params)
+    fn group_experts(
+        &self,
+        stream: Stream,
+        params: &GroupParams,
+        entries: &EntryParams,
+    ) -> Result<(), KernelError> {
+        self.memory.context.bind()?;
+        let (mut params, mut entries) = (*params, *entries);
+        let mut plan = plan_group_rows(Kernel::GroupExperts, &params);
+        let mut arguments = [
+            (&raw mut params).cast(),
+            (&raw mut entries).cast(),
+            (&raw mut plan.capacity).cast(),
+        ];
+        self.enqueue(&plan.launch, stream, &mut arguments)?;
+        self.just_grouped.set(stream);
+        Ok(())
     }
 
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
@@ -213,6 +228,8 @@ impl LoraBackend for CudaBackend {
             stream,
             &mut [(&raw mut params).cast(), second],
         )?;
+        // The expand kernel starts when all blocks of the shrink kernel have waited for the grouping.
+        params.flags = FLAG_TILES_READY;
         let mut expand = [
             (&raw mut params).cast(),
             (&raw mut plan.block_ends).cast(),

@@ -7,10 +7,10 @@ use std::fmt;
 /// Every kernel of this crate. The only place where their symbols are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kernel {
-    /// Counting sort of rows by table entry, and the tile list.
+    /// Stable sort of rows by table entry, and the tile list.
     GroupRows,
-    /// Table entry of each row of a MoE block.
-    ExpertEntries,
+    /// The same for the rows of a MoE block, whose entries it finds first.
+    GroupExperts,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
     /// The same, tiles of up to 64 rows, 64 ranks a block.
@@ -45,7 +45,7 @@ impl Kernel {
     /// Every kernel.
     pub const ALL: [Self; 16] = [
         Self::GroupRows,
-        Self::ExpertEntries,
+        Self::GroupExperts,
         Self::ShrinkSmall,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
@@ -66,7 +66,7 @@ impl Kernel {
     pub fn symbol(self) -> &'static str {
         match self {
             Self::GroupRows => "lora_group_rows",
-            Self::ExpertEntries => "lora_expert_entries",
+            Self::GroupExperts => "lora_group_experts",
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
@@ -86,8 +86,7 @@ impl Kernel {
 
     fn module(self) -> ModuleName {
         match self {
-            Self::GroupRows => ModuleName::GroupRows,
-            Self::ExpertEntries => ModuleName::ExpertEntries,
+            Self::GroupRows | Self::GroupExperts => ModuleName::GroupRows,
             Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
             Self::ExpandSmall16
             | Self::ExpandSmall64
@@ -109,7 +108,6 @@ impl fmt::Display for Kernel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ModuleName {
     GroupRows,
-    ExpertEntries,
     Shrink,
     Expand,
     OverlayRows,
@@ -117,9 +115,8 @@ enum ModuleName {
 }
 
 impl ModuleName {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 5] = [
         Self::GroupRows,
-        Self::ExpertEntries,
         Self::Shrink,
         Self::Expand,
         Self::OverlayRows,
@@ -144,11 +141,6 @@ macro_rules! ptx {
                 "../../../../kernels/ptx/",
                 $target,
                 "/group_rows.ptx"
-            )),
-            include_str!(concat!(
-                "../../../../kernels/ptx/",
-                $target,
-                "/expert_entries.ptx"
             )),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/shrink.ptx")),
             include_str!(concat!("../../../../kernels/ptx/", $target, "/expand.ptx")),

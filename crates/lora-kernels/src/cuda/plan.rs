@@ -6,9 +6,9 @@ pub use overlay::{plan_gather_rows, plan_head_logits, plan_replace_rows, plan_ro
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, ENTRY_THREADS, EXCHANGE_PITCH, EXPAND_AHEAD,
-    EXPAND_THREADS, EntryParams, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES,
-    NARROW_STAGES, RANKS_A_BLOCK, SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD, EXPAND_THREADS,
+    GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, NARROW_STAGES, RANKS_A_BLOCK,
+    SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -31,10 +31,12 @@ pub struct DeltaPlan {
     pub expand_runs: u32,
 }
 
-/// Fewer warps would take longer over the rows than more passes do.
-const LEAST_GROUP_WARPS: u32 = 4;
-/// Shared memory for the counts of a grouping: what a block of every target has.
-const GROUP_SHARED_BYTES: u32 = 96 * 1024;
+/// Shared memory for the counts of a grouping: with what the kernel has beside it, a block of every target has that much.
+const COUNT_BYTES: u32 = 80 * 1024;
+/// Rows that a block of a counted grouping places, 32 at a time one after the other, once it has counted all rows.
+const SLICE_ROWS: u32 = 256;
+/// More blocks would each count all rows for fewer rows to place.
+const MOST_SLICES: u32 = 64;
 
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
 const BLOCKS_A_UNIT: u32 = 4;
@@ -262,37 +264,33 @@ fn xa_pitch(max_rank: u32) -> u32 {
     ((max_rank / RANK_GRANULE) | 1) * RANK_GRANULE * 2
 }
 
-/// How the grouping of rows is launched.
+/// How a grouping of rows is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupPlan {
-    /// One block.
+    /// One block that sorts up to [`MAX_GROUP_THREADS`] rows, or several that count.
     pub launch: KernelPlan<Kernel>,
-    /// Entries whose counts fit in shared memory, for every warp; more entries take more passes over the rows.
+    /// Entries whose counts fit in shared memory; more entries take more passes over the rows. Not used where rows are sorted.
     pub capacity: u32,
 }
 
-/// Plans the grouping of rows: as many warps as have room for a count of every entry.
-pub fn plan_group_rows(params: &GroupParams) -> GroupPlan {
-    let counts = GROUP_SHARED_BYTES / 4;
-    let warps = (counts / params.slots.max(1)).clamp(LEAST_GROUP_WARPS, MAX_GROUP_THREADS / 32);
-    let capacity = params.slots.clamp(1, counts / warps);
+/// Plans a grouping of rows by [`Kernel::GroupRows`] or [`Kernel::GroupExperts`].
+pub fn plan_group_rows(kernel: Kernel, params: &GroupParams) -> GroupPlan {
+    let most = COUNT_BYTES / (2 * 4);
+    let capacity = params.slots.clamp(1, most);
+    let sorted = params.rows <= MAX_GROUP_THREADS;
+    let (blocks, block, shared_bytes) = if sorted {
+        (1, params.rows.next_power_of_two().max(32), 0)
+    } else {
+        let slices = params.rows.div_ceil(SLICE_ROWS).min(MOST_SLICES);
+        (slices, MAX_GROUP_THREADS, 2 * 4 * capacity)
+    };
     let launch = KernelPlan {
-        kernel: Kernel::GroupRows,
-        grid: [1, 1, 1],
-        block: warps * 32,
-        shared_bytes: warps * capacity * 4,
+        kernel,
+        grid: [blocks, 1, 1],
+        block,
+        shared_bytes,
     };
     GroupPlan { launch, capacity }
-}
-
-/// Plans the search for table entries: one thread a row.
-pub fn plan_expert_entries(params: &EntryParams) -> KernelPlan<Kernel> {
-    KernelPlan {
-        kernel: Kernel::ExpertEntries,
-        grid: [params.rows.div_ceil(ENTRY_THREADS), 1, 1],
-        block: ENTRY_THREADS,
-        shared_bytes: 0,
-    }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Which rows of a batch share a table entry: built once a step, read by every routed launch of it.
 
-mod expert_entries;
+mod experts;
 mod grouping;
 
-pub use expert_entries::{ExpertEntries, ExpertRouting, ExpertSpace};
+pub use experts::{ExpertRouting, ExpertSpace};
 pub use grouping::{Grouping, max_tiles};
 
 use crate::{
@@ -89,7 +89,7 @@ impl RowGroupsSpec {
 /// [`build`](Self::build) fills them on the device and is legal under graph capture: a replayed graph groups whatever `seq_slot` then
 /// holds. [`build_host`](Self::build_host) gives the same grouping from host values, and refuses slots that do not exist.
 ///
-/// Dense modules use entries = slots. Experts use entries = slots x experts, with one element of `seq_slot` a (row, chosen expert).
+/// Dense modules use entries = slots. Experts use entries = residents x experts and [`build_experts`](Self::build_experts), a row a (token, chosen expert).
 #[derive(Debug)]
 pub struct RowGroups {
     buffer: DeviceBuffer,
@@ -140,22 +140,28 @@ impl RowGroups {
     ) -> Result<(), KernelError> {
         let rows = self.admit(seq_slot.len())?;
         if rows > 0 {
-            backend.group_rows(
-                stream,
-                &GroupParams {
-                    seq_slot: seq_slot.ptr().0,
-                    tile_count: self.tile_count_ptr().0,
-                    tiles: self.tiles_ptr().0,
-                    perm: self.perm_ptr().0,
-                    rows,
-                    slots: self.spec.entries,
-                    small_max: self.spec.small_max_of(rows),
-                    max_tiles: self.spec.tile_bound(rows),
-                },
-            )?;
+            let params = GroupParams {
+                seq_slot: seq_slot.ptr().0,
+                ..self.params(rows)
+            };
+            backend.group_rows(stream, &params)?;
         }
         self.rows = rows;
         Ok(())
+    }
+
+    /// Where a grouping of `rows` rows goes, and by which limits.
+    fn params(&self, rows: u32) -> GroupParams {
+        GroupParams {
+            seq_slot: 0,
+            tile_count: self.tile_count_ptr().0,
+            tiles: self.tiles_ptr().0,
+            perm: self.perm_ptr().0,
+            rows,
+            slots: self.spec.entries,
+            small_max: self.spec.small_max_of(rows),
+            max_tiles: self.spec.tile_bound(rows),
+        }
     }
 
     /// Groups on the host and uploads, blocking: for engines that have the slots on the host anyway. Not legal under graph capture.

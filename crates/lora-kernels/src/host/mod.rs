@@ -225,6 +225,30 @@ impl DeviceMemory for HostBackend {
     }
 }
 
+/// Writes tiles and permutation, or nothing where they do not fit.
+fn store_grouping(
+    arena: &mut Arena,
+    params: &GroupParams,
+    Grouping { tiles, perm }: &Grouping,
+) -> Result<(), KernelError> {
+    let count = tiles.len() as u32;
+    if count > params.max_tiles {
+        return Err(KernelError::BadIndex {
+            operand: Operand::shared("tile count"),
+            index: 0,
+            value: count.into(),
+            limit: u64::from(params.max_tiles) + 1,
+        });
+    }
+    let [tiles_name, perm_name] = [Operand::shared("tiles"), Operand::shared("permutation")];
+    // Looked up before anything is written.
+    arena.span::<Tile>(tiles_name, params.tiles, tiles.len() as u64)?;
+    arena.span::<u32>(perm_name, params.perm, perm.len() as u64)?;
+    arena.store(Operand::shared("tile count"), params.tile_count, &[count])?;
+    arena.store(tiles_name, params.tiles, tiles)?;
+    arena.store(perm_name, params.perm, perm)
+}
+
 impl LoraBackend for HostBackend {
     fn caps(&self) -> &DeviceCaps {
         &self.caps
@@ -234,29 +258,20 @@ impl LoraBackend for HostBackend {
         let mut arena = self.arena();
         let seq_slot = Operand::shared("row slots");
         let rows: &[i32] = arena.list(seq_slot, params.seq_slot, params.rows.into())?;
-        let Grouping { tiles, perm } = Grouping::of_rows(rows, params.slots, params.small_max);
-        let count = tiles.len() as u32;
-        if count > params.max_tiles {
-            return Err(KernelError::BadIndex {
-                operand: Operand::shared("tile count"),
-                index: 0,
-                value: count.into(),
-                limit: u64::from(params.max_tiles) + 1,
-            });
-        }
-        let [tiles_name, perm_name] = [Operand::shared("tiles"), Operand::shared("permutation")];
-        // Looked up before anything is written.
-        arena.span::<Tile>(tiles_name, params.tiles, tiles.len() as u64)?;
-        arena.span::<u32>(perm_name, params.perm, perm.len() as u64)?;
-        arena.store(Operand::shared("tile count"), params.tile_count, &[count])?;
-        arena.store(tiles_name, params.tiles, &tiles)?;
-        arena.store(perm_name, params.perm, &perm)
+        let grouping = Grouping::of_rows(rows, params.slots, params.small_max);
+        store_grouping(&mut arena, params, &grouping)
     }
 
-    fn expert_entries(&self, _stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
+    fn group_experts(
+        &self,
+        _stream: Stream,
+        params: &GroupParams,
+        entries: &EntryParams,
+    ) -> Result<(), KernelError> {
         let mut arena = self.arena();
-        let entries = find_entries(&arena, params)?;
-        arena.store(Operand::shared("table entries"), params.entries, &entries)
+        let rows = find_entries(&arena, params.rows, entries)?;
+        let grouping = Grouping::of_rows(&rows, params.slots, params.small_max);
+        store_grouping(&mut arena, params, &grouping)
     }
 
     fn delta(&self, _stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::testing::{Batch, BatchShape, SiteShape, TestBackend, Via, bits, correctness};
+use crate::testing::{Batch, BatchShape, SiteShape, TestBackend, Via, bits, correctness, experts};
 use crate::{DeviceBuffer, LaunchOptions};
 use half::bf16;
 
@@ -32,7 +32,7 @@ bodies! {
     bits::passes_do_not_change_bits(),
     bits::groupings_agree_with_the_rule(),
     bits::shared_x_rows_equal_copied_ones(),
-    bits::expert_entries_agree_with_the_rule(),
+    experts::experts_are_grouped_by_the_rule(),
 }
 
 fn mixed_batch() -> Batch {

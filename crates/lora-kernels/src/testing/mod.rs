@@ -20,6 +20,7 @@ pub mod bits;
 pub mod correctness;
 mod data;
 mod device;
+pub mod experts;
 mod gpu;
 pub(crate) mod naive;
 pub mod overlay;

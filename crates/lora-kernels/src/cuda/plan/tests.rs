@@ -97,16 +97,20 @@ fn more_tiles_than_a_grid_is_high_are_looped_over() {
 }
 
 #[test]
-fn groupings_count_in_shared_memory_with_a_pass_for_what_does_not_fit() {
-    let group = |slots| {
-        plan_group_rows(&GroupParams {
+fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
+    let group = |rows, slots| {
+        let params = GroupParams {
+            rows,
             slots,
             ..GroupParams::zeroed()
-        })
+        };
+        plan_group_rows(Kernel::GroupRows, &params)
     };
-    assert_eq!((group(64).launch.block, group(64).capacity), (1024, 64));
-    let many = group(4096 * 512);
-    assert_eq!(many.launch.block, LEAST_GROUP_WARPS * 32);
+    let counted = group(8192, 512);
+    assert_eq!((counted.launch.grid[0], counted.launch.block), (32, 1024));
+    assert_eq!((counted.capacity, counted.launch.shared_bytes), (512, 4096));
+    let many = group(1 << 24, 4096 * 512);
+    assert_eq!(many.launch.grid[0], MOST_SLICES);
     assert!(many.capacity < 4096 * 512 && many.launch.shared_bytes <= GB10_SHARED);
 }
 
@@ -140,10 +144,10 @@ fn problems() -> impl Strategy<Value = Problem> {
 
 proptest! {
     #[test]
-    fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21) {
+    fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21, rows in 1_u32..1 << 24) {
         let params = params(&problem);
         let plan = plan_delta(&params, &gb10());
-        let group = plan_group_rows(&GroupParams { slots, ..GroupParams::zeroed() });
+        let group = plan_group_rows(Kernel::GroupExperts, &GroupParams { rows, slots, ..GroupParams::zeroed() });
         for launch in [plan.shrink, plan.expand, group.launch] {
             prop_assert!(launch.shared_bytes <= GB10_SHARED, "{launch}");
             prop_assert!(launch.block <= 1024 && launch.block.is_multiple_of(32), "{launch}");
@@ -161,15 +165,17 @@ proptest! {
 }
 
 #[test]
-fn every_row_has_a_thread_that_finds_its_entry() {
-    for rows in [1, 256, 257, crate::MAX_ROWS] {
-        let plan = plan_expert_entries(&EntryParams {
+fn few_rows_are_sorted_a_thread_each() {
+    for (rows, threads) in [(1, 32), (32, 32), (33, 64), (512, 512), (1024, 1024)] {
+        let params = GroupParams {
             rows,
-            ..EntryParams::zeroed()
-        });
-        let [blocks, y, z] = plan.grid;
-        let threads = u64::from(blocks) * u64::from(plan.block);
-        assert_eq!((y, z, plan.shared_bytes), (1, 1, 0));
-        assert!((u64::from(rows)..u64::from(rows) + 256).contains(&threads));
+            slots: 4096 * 512,
+            ..GroupParams::zeroed()
+        };
+        let plan = plan_group_rows(Kernel::GroupExperts, &params).launch;
+        assert_eq!(
+            (plan.grid, plan.block, plan.shared_bytes),
+            ([1, 1, 1], threads, 0)
+        );
     }
 }

@@ -1,13 +1,12 @@
-//! Rows of a MoE block to table entries, on the device: what lets a captured graph follow whatever the router chooses.
+//! Rows of a MoE block grouped by (adapter, expert), on the device: what lets a captured graph follow whatever the router chooses.
 
+use super::RowGroups;
 use crate::{
-    DeviceBuffer, EntryParams, ExpertIds, KernelError, LoraBackend, MAX_ENTRIES, MAX_ROWS, MatRef,
-    Operand, ResidentOfSlot, RoutedX, RowIndices, RowSlots, Stream, TokenAdapters,
+    EntryParams, ExpertIds, KernelError, LoraBackend, MAX_ENTRIES, MatRef, Operand, ResidentOfSlot,
+    RoutedX, RowIndices, Stream, TokenAdapters,
 };
 use bytemuck::Zeroable;
-use lora_weights::device::DeviceMemory;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 
 const ROUTING: Operand = Operand::shared("expert routing");
 
@@ -72,51 +71,30 @@ impl ExpertSpace<'_> {
     }
 }
 
-/// The table entry of each row of a MoE block, in a device buffer allocated once; -1 where a row has no fold. It is the row map that
-/// [`RowGroups::build`](crate::RowGroups::build) groups by.
-#[derive(Debug)]
-pub struct ExpertEntries {
-    buffer: DeviceBuffer,
-    max_rows: u32,
-    rows: u32,
-}
-
-impl ExpertEntries {
-    /// Room for `max_rows` rows: tokens times top-k.
-    ///
-    /// # Errors
-    /// [`KernelError::OutOfRange`] for none, or more than [`MAX_ROWS`]; what the allocation gives.
-    pub fn new(memory: Arc<dyn DeviceMemory>, max_rows: u32) -> Result<Self, KernelError> {
-        KernelError::check_range(ROUTING, "max_rows", max_rows.into(), (1, MAX_ROWS.into()))?;
-        Ok(Self {
-            buffer: DeviceBuffer::zeroed(memory, u64::from(max_rows) * size_of::<i32>() as u64)?,
-            max_rows,
-            rows: 0,
-        })
-    }
-
-    /// Rows it was last built for.
-    pub fn rows(&self) -> u32 {
-        self.rows
-    }
-
-    /// Enqueues the search on `stream`; legal under graph capture. `adapters` has one slot a token. A row whose expert, token, slot or
-    /// resident is negative or past its limit gets no entry. No rows: nothing is enqueued.
+impl RowGroups {
+    /// Enqueues the grouping of a MoE block's rows on `stream`, in one launch; legal under graph capture. `adapters` has one slot a token. A row whose
+    /// expert, token, slot or resident is negative or past its limit is in no group. No rows: nothing is enqueued.
     ///
     /// # Errors
     /// [`KernelError::TooManyRows`]; [`KernelError::SizeMismatch`] where the routing has not top-k rows a token, or not one bound more than there are
-    /// experts; [`KernelError::OutOfRange`] as [`ExpertSpace::entries`], and for rows without tokens or slots; what the backend gives.
-    pub fn build(
+    /// experts, or the entries are not those of the groups; [`KernelError::OutOfRange`] as [`ExpertSpace::entries`], and for rows without tokens or slots; what
+    /// the backend gives.
+    pub fn build_experts(
         &mut self,
         (backend, stream): (&dyn LoraBackend, Stream),
         routing: ExpertRouting<'_>,
         adapters: TokenAdapters<'_>,
         space: ExpertSpace<'_>,
     ) -> Result<(), KernelError> {
-        space.entries()?;
-        let params = EntryParams {
-            rows: self.admit(routing.rows())?,
-            entries: self.buffer.ptr().0,
+        let expected = u64::from(self.spec().entries);
+        check_size(
+            "entries",
+            space.entries()?.into(),
+            expected,
+            "the groups' entries",
+        )?;
+        let rows = self.admit(routing.rows())?;
+        let entries = EntryParams {
             adapters: adapters.ptr().0,
             token_count: adapters.len().min(u32::MAX as usize) as u32,
             resident_of_slot: space.resident_of_slot.ptr().0,
@@ -125,42 +103,34 @@ impl ExpertEntries {
             num_experts: space.num_experts,
             ..routing_params(routing, adapters, space.num_experts)?
         };
-        if params.rows > 0 {
+        if rows > 0 {
             let limit = (1, MAX_ENTRIES.into());
-            for (quantity, count) in [("tokens", params.token_count), ("slots", params.slots)] {
+            for (quantity, count) in [("tokens", entries.token_count), ("slots", entries.slots)] {
                 KernelError::check_range(ROUTING, quantity, count.into(), limit)?;
             }
-            backend.expert_entries(stream, &params)?;
+            backend.group_experts(stream, &self.params(rows), &entries)?;
         }
-        self.rows = params.rows;
+        self.rows = rows;
         Ok(())
     }
+}
 
-    /// The entries, as the row map of a grouping.
-    ///
-    /// # Errors
-    /// None in practice: the view is inside the buffer.
-    pub fn row_slots(&self) -> Result<RowSlots<'_>, KernelError> {
-        self.buffer.row_slots(self.rows as usize)
+fn check_size(
+    quantity: &'static str,
+    found: u64,
+    expected: u64,
+    source_of_size: &'static str,
+) -> Result<(), KernelError> {
+    if found == expected {
+        return Ok(());
     }
-
-    /// Reads the entries back, blocking: for tests and reports. The stream they were built on must have been synchronized.
-    ///
-    /// # Errors
-    /// What the download gives.
-    pub fn download(&self) -> Result<Vec<i32>, KernelError> {
-        self.buffer.download(0, self.rows as usize)
-    }
-
-    fn admit(&self, rows: usize) -> Result<u32, KernelError> {
-        match u32::try_from(rows) {
-            Ok(rows) if rows <= self.max_rows => Ok(rows),
-            _ => Err(KernelError::TooManyRows {
-                rows: rows as u64,
-                capacity: self.max_rows,
-            }),
-        }
-    }
+    Err(KernelError::SizeMismatch {
+        operand: ROUTING,
+        quantity,
+        found,
+        expected,
+        source_of_size,
+    })
 }
 
 /// What unsorted and sorted rows fill in, once their lengths agree.
@@ -170,16 +140,7 @@ fn routing_params(
     num_experts: u32,
 ) -> Result<EntryParams, KernelError> {
     let check = |quantity, found: usize, expected: usize, source_of_size| {
-        if found == expected {
-            return Ok(());
-        }
-        Err(KernelError::SizeMismatch {
-            operand: ROUTING,
-            quantity,
-            found: found as u64,
-            expected: expected as u64,
-            source_of_size,
-        })
+        check_size(quantity, found as u64, expected as u64, source_of_size)
     };
     match routing {
         ExpertRouting::Unsorted { experts, top_k } => {
