@@ -1,21 +1,18 @@
 //! A layer's deltas on a device, to check and to time.
 
+use super::data::{Matrix, Projection, cold_copies};
 use super::{BenchDevice, DeltaShape, DeltaTimes, LayerSite, Work};
-use crate::testing::{DeviceTables, Fill, Rng, TestAdapter, Verdict, naive::Judge, naive_delta};
+use crate::testing::{Fill, Rng, TestAdapter, Verdict, naive::Judge, naive_delta};
 use crate::{
     DeviceBuffer, KernelError, LaunchContext, LaunchOptions, LoraKernels, MAX_SITES, RouteSite,
     RowGroups, RowGroupsSpec, Scratch, ScratchSpec, SiteKind, Stream, apply_lora_bgmv,
 };
 use arrayvec::ArrayVec;
 use half::bf16;
-use lora_weights::device::{DeviceMemory, LoraPair};
-use lora_weights::padded_rank;
+use lora_weights::device::DeviceMemory;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Times the L2 that is read between two uses of an adapter.
-const COLD_L2S: u64 = 4;
 
 /// Rows of each site that are compared with the reference.
 const CHECKED_ROWS: usize = 12;
@@ -45,49 +42,6 @@ struct Site {
     outs: Vec<Projection>,
 }
 
-/// One projection: out, and the adapters that are added to it.
-struct Projection {
-    out: Matrix,
-    adapters: Vec<TestAdapter>,
-    copies: Vec<AdapterCopy>,
-}
-
-/// All adapters of a projection on the device, packed as a pool has them.
-struct AdapterCopy {
-    tables: DeviceTables,
-    _a: DeviceBuffer,
-    _b: DeviceBuffer,
-}
-
-/// Rows on the device, and what they held at first.
-struct Matrix {
-    rows: usize,
-    cols: usize,
-    host: Vec<bf16>,
-    buffer: DeviceBuffer,
-}
-
-impl Matrix {
-    fn random(
-        memory: &Arc<dyn DeviceMemory>,
-        rng: &mut Rng,
-        (rows, cols): (u32, u32),
-    ) -> Result<Self, KernelError> {
-        let (rows, cols) = (rows as usize, cols as usize);
-        let host = rng.values(rows * cols, Fill::Signed, 1.0);
-        Ok(Self {
-            rows,
-            cols,
-            buffer: DeviceBuffer::from_slice(Arc::clone(memory), &host)?,
-            host,
-        })
-    }
-
-    fn row(&self, row: usize) -> &[bf16] {
-        &self.host[row * self.cols..][..self.cols]
-    }
-}
-
 impl<'d> DeltaBench<'d> {
     /// Makes random rows and adapters, uploads them, and groups the rows.
     ///
@@ -100,7 +54,7 @@ impl<'d> DeltaBench<'d> {
     ) -> Result<Self, KernelError> {
         let backend = device.backend();
         let memory = || Arc::clone(backend) as Arc<dyn DeviceMemory>;
-        let copies = copies(&shape, layer, backend.caps().l2_bytes);
+        let copies = cold_copies(shape.bytes(layer), backend.caps().l2_bytes);
         let options = LaunchOptions::default();
         let groups = RowGroupsSpec {
             max_rows: shape.rows,
@@ -151,7 +105,7 @@ impl<'d> DeltaBench<'d> {
         copies.dedup();
         for copy in copies {
             for out in self.sites.iter_mut().flat_map(|site| &mut site.outs) {
-                out.out.buffer.upload(0, &out.out.host)?;
+                out.reset()?;
             }
             self.enqueue(0..self.sites.len(), copy, Stream::OWN)?;
             self.device.backend().synchronize(Stream::OWN)?;
@@ -247,13 +201,7 @@ impl<'d> DeltaBench<'d> {
         stream: Stream,
     ) -> Result<(), KernelError> {
         for Site { x, outs } in &mut self.sites[sites] {
-            let routes = outs.iter_mut().map(|projection| {
-                let out = &mut projection.out;
-                Ok(RouteSite {
-                    route: projection.copies[copy].tables.route(),
-                    out: out.buffer.mat_mut(out.rows, out.cols, out.cols)?,
-                })
-            });
+            let routes = outs.iter_mut().map(|projection| projection.site(copy));
             let mut routes = routes.collect::<Result<ArrayVec<_, MAX_SITES>, KernelError>>()?;
             let mut ctx = LaunchContext {
                 kernels: &self.kernels,
@@ -267,17 +215,6 @@ impl<'d> DeltaBench<'d> {
     }
 }
 
-/// Copies of the adapters that a replay goes through, so that each is cold when its turn comes again.
-fn copies(shape: &DeltaShape, layer: &[LayerSite], l2_bytes: u64) -> usize {
-    let bytes = shape.bytes(layer);
-    let cold = COLD_L2S * l2_bytes;
-    // Rows are shared by the copies: they are read in between only where one copy has enough of them.
-    if l2_bytes == 0 || bytes.x + bytes.out >= cold {
-        return 1;
-    }
-    (cold.div_ceil(bytes.adapters.max(1)) + 1) as usize
-}
-
 fn upload_site(
     memory: &Arc<dyn DeviceMemory>,
     rng: &mut Rng,
@@ -287,53 +224,14 @@ fn upload_site(
     let x = Matrix::random(memory, rng, (shape.rows, site.k_in))?;
     let outs = site.n_outs.iter().map(|&n_out| {
         let adapter = |_| TestAdapter::random(rng, Fill::Signed, shape.rank, (site.k_in, n_out));
-        let adapters: Vec<TestAdapter> = (0..shape.adapters).map(adapter).collect();
-        Ok(Projection {
-            out: Matrix::random(memory, rng, (shape.rows, n_out))?,
-            copies: upload_copies(memory, &adapters, (shape.pool_rank, copies))?,
-            adapters,
-        })
+        let adapters = (0..shape.adapters).map(adapter).collect();
+        let out = Matrix::random(memory, rng, (shape.rows, n_out))?;
+        Projection::upload(memory, out, adapters, (shape.pool_rank, copies))
     });
     Ok(Site {
         outs: outs.collect::<Result<_, KernelError>>()?,
         x,
     })
-}
-
-/// Uploads `copies` copies of adapters that all have the same sizes, in tables of a pool for `pool_rank`.
-fn upload_copies(
-    memory: &Arc<dyn DeviceMemory>,
-    adapters: &[TestAdapter],
-    (pool_rank, copies): (u32, usize),
-) -> Result<Vec<AdapterCopy>, KernelError> {
-    let all =
-        |of: fn(&TestAdapter) -> &[bf16]| adapters.iter().map(of).collect::<Vec<_>>().concat();
-    let (a_values, b_values) = (all(|adapter| &adapter.a), all(|adapter| &adapter.b));
-    let upload = |_| {
-        let a = DeviceBuffer::from_slice(Arc::clone(memory), &a_values)?;
-        let b = DeviceBuffer::from_slice(Arc::clone(memory), &b_values)?;
-        let pair = |(index, adapter): (usize, &TestAdapter)| {
-            Some(LoraPair {
-                a: a.ptr().offset((index * size_of_val(&*adapter.a)) as u64),
-                b: b.ptr().offset((index * size_of_val(&*adapter.b)) as u64),
-                rank: adapter.rank,
-                k_in: adapter.k_in,
-                n_out: adapter.n_out,
-                scale: adapter.scale,
-                max_rank: adapter.max_rank,
-            })
-        };
-        let pairs: Vec<Option<LoraPair>> = adapters.iter().enumerate().map(pair).collect();
-        let shape = adapters.first().map_or((0, 0, 0), |adapter| {
-            (adapter.k_in, adapter.n_out, padded_rank(pool_rank))
-        });
-        Ok(AdapterCopy {
-            tables: DeviceTables::upload(memory, &pairs, shape)?,
-            _a: a,
-            _b: b,
-        })
-    };
-    (0..copies).map(upload).collect()
 }
 
 #[cfg(test)]
@@ -372,13 +270,14 @@ mod tests {
         let l2 = 50 << 20;
         for shape in H200_SHAPES {
             let bytes = shape.bytes(&LLAMA_8B_LAYER);
-            let copies = copies(&shape, &LLAMA_8B_LAYER, l2);
+            let copies = cold_copies(bytes, l2);
             let between = (copies as u64 - 1) * bytes.adapters;
             assert!(
                 between >= 4 * l2 || bytes.x + bytes.out >= 4 * l2,
                 "{shape}"
             );
         }
-        assert_eq!(copies(&H200_SHAPES[0], &LLAMA_8B_LAYER, 0), 1);
+        let bytes = H200_SHAPES[0].bytes(&LLAMA_8B_LAYER);
+        assert_eq!(cold_copies(bytes, 0), 1);
     }
 }

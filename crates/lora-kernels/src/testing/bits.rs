@@ -4,8 +4,8 @@ use super::batch::same_bits;
 use super::correctness::Routing;
 use super::{Batch, BatchShape, DeviceBatch, Fill, Rng, SiteShape, TestBackend, Via};
 use crate::{
-    Applied, DeviceBuffer, Grouping, LaunchOptions, RoutedX, RowGroups, RowGroupsSpec,
-    ScratchSpec, Stream,
+    Applied, DeviceBuffer, Grouping, LaunchOptions, RoutedX, RowGroups, RowGroupsSpec, ScratchSpec,
+    Stream,
 };
 use half::bf16;
 use lora_weights::device::DeviceMemory;

@@ -1,0 +1,528 @@
+//! Deltas of a MoE block's experts on a device, to check and to time, the routing of their rows included.
+
+use super::data::{Matrix, Projection, cold_copies};
+use super::table::{copy_bandwidth, grid};
+use super::{BenchDevice, TimeGoal, Work};
+use crate::testing::{Fill, Rng, TestAdapter, Verdict, naive::Judge, naive_delta};
+use crate::{
+    BytesMoved, DeviceBuffer, ExpertRouting, ExpertSpace, KernelError, LaunchContext,
+    LaunchOptions, LoraKernels, Problem, ProblemSite, RoutedX, RowGroups, RowGroupsSpec, Scratch,
+    ScratchSpec, SiteKind, Stream, apply_lora_bgmv, bytes_moved,
+};
+use lora_weights::device::DeviceMemory;
+use lora_weights::padded_rank;
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+/// Rows of each projection that are compared with the reference.
+const CHECKED_ROWS: usize = 12;
+
+/// A MoE block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MoeLayer {
+    /// Width of the block's x and out.
+    pub hidden: u32,
+    /// Width of an expert.
+    pub width: u32,
+    /// Experts.
+    pub experts: u32,
+    /// Experts a token.
+    pub top_k: u32,
+}
+
+/// A block of Qwen3-30B-A3B.
+pub const QWEN3_30B_LAYER: MoeLayer = MoeLayer {
+    hidden: 2048,
+    width: 768,
+    experts: 128,
+    top_k: 8,
+};
+
+/// One that takes no time: whether everything runs, not how fast.
+pub const TINY_MOE_LAYER: MoeLayer = MoeLayer {
+    hidden: 256,
+    width: 64,
+    experts: 8,
+    top_k: 2,
+};
+
+/// A batch: tokens shared evenly by adapters of one rank, token i having adapter `i % adapters`, each sent to random experts. The tables have room
+/// for these adapters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MoeShape {
+    /// True rank of every pair.
+    pub rank: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Adapters, each with all experts.
+    pub adapters: u32,
+    /// What to reach, where that is known.
+    pub goal: Option<TimeGoal>,
+}
+
+impl MoeShape {
+    /// `tokens` tokens of `adapters` adapters of rank `rank`.
+    pub const fn new(rank: u32, tokens: u32, adapters: u32) -> Self {
+        Self {
+            rank,
+            tokens,
+            adapters,
+            goal: None,
+        }
+    }
+
+    const fn goal(self, reach: f64, aim: f64) -> Self {
+        let goal = Some(TimeGoal { reach, aim });
+        Self { goal, ..self }
+    }
+}
+
+impl fmt::Display for MoeShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rank,
+            tokens,
+            adapters,
+            ..
+        } = self;
+        write!(f, "rank {rank}, {tokens} rows, {adapters} adapters")
+    }
+}
+
+/// What an H200 is measured by, microseconds for [`QWEN3_30B_LAYER`].
+pub const H200_MOE_SHAPES: [MoeShape; 9] = [
+    MoeShape::new(16, 1, 1).goal(9.0, 7.0),
+    MoeShape::new(16, 8, 1).goal(14.0, 11.0),
+    MoeShape::new(16, 8, 4).goal(14.0, 11.0),
+    MoeShape::new(16, 64, 1).goal(18.0, 15.0),
+    MoeShape::new(16, 64, 4).goal(32.0, 28.0),
+    MoeShape::new(16, 1024, 1).goal(58.0, 50.0),
+    MoeShape::new(16, 1024, 4).goal(90.0, 78.0),
+    MoeShape::new(32, 64, 4).goal(54.0, 48.0),
+    MoeShape::new(32, 1024, 4).goal(120.0, 108.0),
+];
+
+/// What a host is measured by.
+pub const HOST_MOE_SHAPES: [MoeShape; 3] = [
+    MoeShape::new(16, 1, 1),
+    MoeShape::new(16, 8, 4),
+    MoeShape::new(16, 64, 4),
+];
+
+/// For [`TINY_MOE_LAYER`]: rows that are sorted and rows that are counted.
+pub const TINY_MOE_SHAPES: [MoeShape; 2] = [MoeShape::new(16, 3, 2), MoeShape::new(8, 600, 1)];
+
+/// Times of one shape.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoeTimes {
+    /// What was timed.
+    pub shape: MoeShape,
+    /// Grouping, gate and up, down: microseconds.
+    pub layer_us: f64,
+    /// Grouping alone.
+    pub group_us: f64,
+    /// Gate and up alone.
+    pub gate_up_us: f64,
+    /// Down alone.
+    pub down_us: f64,
+    /// What the two launches move.
+    pub bytes: BytesMoved,
+}
+
+/// Times of several shapes on one device. Goals are shown for the device that they are for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoeTable {
+    /// The device's own name.
+    pub device: String,
+    /// A line for each shape.
+    pub lines: Vec<MoeTimes>,
+}
+
+impl MoeTable {
+    /// An empty table for what is measured on `device`.
+    pub fn new(device: &BenchDevice) -> Self {
+        Self {
+            device: device.backend().caps().name.clone(),
+            lines: Vec::new(),
+        }
+    }
+
+    /// The floor of `times` on this device, microseconds.
+    pub fn floor_us(&self, times: &MoeTimes) -> Option<f64> {
+        Some(times.bytes.floor() as f64 / copy_bandwidth(&self.device)?)
+    }
+
+    /// What `times` should be, where that is known for this device.
+    pub fn goal(&self, times: &MoeTimes) -> Option<TimeGoal> {
+        times.shape.goal.filter(|_| self.device.contains("H200"))
+    }
+
+    fn cells(&self, times: &MoeTimes) -> Vec<String> {
+        let number = |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{v:.1}"));
+        let goal = self.goal(times);
+        let mut cells = vec![times.shape.to_string()];
+        let values = [
+            Some(times.layer_us),
+            goal.map(|goal| goal.reach),
+            goal.map(|goal| goal.aim),
+            self.floor_us(times),
+            Some(times.bytes.floor() as f64 / times.layer_us / 1e3),
+            Some(times.group_us),
+            Some(times.gate_up_us),
+            Some(times.down_us),
+        ];
+        cells.extend(values.map(number));
+        cells
+    }
+}
+
+impl fmt::Display for MoeTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let headings = [
+            "experts",
+            "us",
+            "reach",
+            "aim",
+            "floor us",
+            "GB/s",
+            "group us",
+            "gate_up us",
+            "down us",
+        ];
+        let mut rows = vec![headings.map(str::to_owned).to_vec()];
+        rows.extend(self.lines.iter().map(|times| self.cells(times)));
+        writeln!(f, "{}", self.device)?;
+        grid(f, &rows)
+    }
+}
+
+/// What a layer runs, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Group,
+    GateUp,
+    Down,
+}
+
+impl Part {
+    const ALL: [Self; 3] = [Self::Group, Self::GateUp, Self::Down];
+}
+
+/// A [`MoeShape`] with its rows, its copies of experts and everything launches need, on a device.
+pub struct MoeBench<'d> {
+    device: &'d BenchDevice,
+    shape: MoeShape,
+    layer: MoeLayer,
+    copies: usize,
+    bytes: BytesMoved,
+    /// Expert of each row.
+    chosen: Vec<i32>,
+    kernels: LoraKernels,
+    scratch: Scratch,
+    groups: RowGroups,
+    routing: Routing,
+    x: Matrix,
+    activations: Matrix,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+}
+
+/// What the device reads to route rows.
+struct Routing {
+    experts: DeviceBuffer,
+    adapters: DeviceBuffer,
+    residents: DeviceBuffer,
+}
+
+impl<'d> MoeBench<'d> {
+    /// Makes random rows, experts and routing, uploads them, and groups the rows.
+    ///
+    /// # Errors
+    /// What allocation and upload give.
+    pub fn new(
+        device: &'d BenchDevice,
+        shape: MoeShape,
+        layer: MoeLayer,
+        options: LaunchOptions,
+    ) -> Result<Self, KernelError> {
+        let backend = device.backend();
+        let memory: Arc<dyn DeviceMemory> = Arc::clone(backend) as Arc<_>;
+        let mut rng = Rng::new(u64::from(shape.rank) + u64::from(shape.tokens));
+        let chosen = chosen_experts(&mut rng, &shape, &layer);
+        let bytes = bytes(&shape, &layer, &chosen);
+        let copies = cold_copies(bytes, backend.caps().l2_bytes);
+        let rows = chosen.len() as u32;
+        let mut projection = |(k_in, n_out): (u32, u32)| {
+            let pair = |_| TestAdapter::random(&mut rng, Fill::Signed, shape.rank, (k_in, n_out));
+            let pairs = (0..shape.adapters * layer.experts).map(pair).collect();
+            let out = Matrix::random(&memory, &mut rng, (rows, n_out))?;
+            Projection::upload(&memory, out, pairs, (shape.rank, copies))
+        };
+        let gate = projection((layer.hidden, layer.width))?;
+        let up = projection((layer.hidden, layer.width))?;
+        let down = projection((layer.width, layer.hidden))?;
+        let slots: Vec<i32> = (0..shape.tokens)
+            .map(|i| (i % shape.adapters) as i32)
+            .collect();
+        let residents: Vec<i32> = (0..shape.adapters as i32).collect();
+        let ints = |values: &[i32]| DeviceBuffer::from_slice(Arc::clone(&memory), values);
+        let routing = Routing {
+            experts: ints(&chosen)?,
+            adapters: ints(&slots)?,
+            residents: ints(&residents)?,
+        };
+        let groups = RowGroupsSpec {
+            max_rows: rows,
+            entries: shape.adapters * layer.experts,
+            small_max: options.gemv_max_m,
+        };
+        let scratch = ScratchSpec {
+            max_rows: rows,
+            max_rank: shape.rank,
+            max_sites: 2,
+            max_k_in: layer.hidden.max(layer.width),
+        };
+        let mut bench = Self {
+            x: Matrix::random(&memory, &mut rng, (shape.tokens, layer.hidden))?,
+            activations: Matrix::random(&memory, &mut rng, (rows, layer.width))?,
+            groups: RowGroups::new(Arc::clone(&memory), groups)?,
+            scratch: Scratch::new(memory, scratch)?,
+            kernels: LoraKernels::new(Arc::clone(backend), options),
+            device,
+            shape,
+            layer,
+            copies,
+            bytes,
+            chosen,
+            routing,
+            gate,
+            up,
+            down,
+        };
+        bench.enqueue(Part::Group, 0, Stream::OWN)?;
+        backend.synchronize(Stream::OWN)?;
+        Ok(bench)
+    }
+
+    /// Layers that [`work`](Self::work) runs: one for each copy of the experts.
+    pub fn copies(&self) -> usize {
+        self.copies
+    }
+
+    /// What a layer moves.
+    pub fn bytes(&self) -> BytesMoved {
+        self.bytes
+    }
+
+    /// Applies the first and the last copy to the first out, and compares rows of every projection with the reference.
+    ///
+    /// # Errors
+    /// What launching gives.
+    pub fn check(&mut self) -> Result<Verdict, KernelError> {
+        let mut judge = Judge::default();
+        let mut copies = vec![0, self.copies - 1];
+        copies.dedup();
+        for copy in copies {
+            for projection in [&mut self.gate, &mut self.up, &mut self.down] {
+                projection.reset()?;
+            }
+            for part in Part::ALL {
+                self.enqueue(part, copy, Stream::OWN)?;
+            }
+            self.device.backend().synchronize(Stream::OWN)?;
+            self.judge(&mut judge)?;
+        }
+        Ok(judge.verdict())
+    }
+
+    fn judge(&self, judge: &mut Judge) -> Result<(), KernelError> {
+        let step = self.chosen.len().div_ceil(CHECKED_ROWS).max(1);
+        for (row, expert) in self.chosen.iter().enumerate().step_by(step) {
+            let token = row / self.layer.top_k as usize;
+            let adapter = token % self.shape.adapters as usize;
+            let entry = adapter * self.layer.experts as usize + *expert as usize;
+            let hidden = self.x.row(token);
+            for (projection, x) in [
+                (&self.gate, hidden),
+                (&self.up, hidden),
+                (&self.down, self.activations.row(row)),
+            ] {
+                let out = &projection.out;
+                let expected = naive_delta(x, &projection.adapters[entry]);
+                let found = out.buffer.download(row * out.cols, out.cols)?;
+                judge.row(out.row(row), &found, &expected);
+            }
+        }
+        Ok(())
+    }
+
+    /// Every copy's grouping, gate and up, and down, in the order of the copies.
+    ///
+    /// # Errors
+    /// What launching gives.
+    pub fn work(&mut self) -> Result<Work<'_>, KernelError> {
+        self.record(&Part::ALL)
+    }
+
+    fn record<'a>(&'a mut self, parts: &'a [Part]) -> Result<Work<'a>, KernelError> {
+        let copies = self.copies;
+        self.device.record(move |stream| {
+            (0..copies).try_for_each(|copy| {
+                let mut parts = parts.iter();
+                parts.try_for_each(|part| self.enqueue(*part, copy, stream))
+            })
+        })
+    }
+
+    /// Times the layer and each of its parts: medians of `runs` runs.
+    ///
+    /// # Errors
+    /// What launching gives.
+    pub fn measure(&mut self, runs: usize) -> Result<MoeTimes, KernelError> {
+        let copies = self.copies as f64;
+        let mut us = |parts: &[Part]| Ok(self.record(parts)?.median_us(runs)? / copies);
+        let layer_us = us(&Part::ALL)?;
+        let [group_us, gate_up_us, down_us] = [
+            us(&[Part::Group])?,
+            us(&[Part::GateUp])?,
+            us(&[Part::Down])?,
+        ];
+        Ok(MoeTimes {
+            shape: self.shape,
+            layer_us,
+            group_us,
+            gate_up_us,
+            down_us,
+            bytes: self.bytes,
+        })
+    }
+
+    fn enqueue(&mut self, part: Part, copy: usize, stream: Stream) -> Result<(), KernelError> {
+        let rows = self.chosen.len();
+        let top_k = NonZeroU32::new(self.layer.top_k).unwrap_or(NonZeroU32::MIN);
+        if part == Part::Group {
+            let routing = ExpertRouting::Unsorted {
+                experts: self.routing.experts.expert_ids(rows)?,
+                top_k,
+            };
+            let adapters = self.shape.adapters;
+            let space = ExpertSpace {
+                resident_of_slot: self.routing.residents.resident_of_slot(adapters as usize)?,
+                residents: adapters,
+                num_experts: self.layer.experts,
+            };
+            let tokens = self.routing.adapters.token_adapters(self.x.rows)?;
+            let queue = (&**self.device.backend() as _, stream);
+            return self.groups.build_experts(queue, routing, tokens, space);
+        }
+        let mut ctx = LaunchContext {
+            kernels: &self.kernels,
+            stream,
+            scratch: &mut self.scratch,
+        };
+        let of = |matrix: &Matrix| matrix.buffer.mat(matrix.rows, matrix.cols, matrix.cols);
+        let _ = if part == Part::GateUp {
+            let x = RoutedX::repeated(of(&self.x)?, top_k);
+            let mut sites = [self.gate.site(copy)?, self.up.site(copy)?];
+            apply_lora_bgmv(&mut ctx, SiteKind::Expert, x, &self.groups, &mut sites)?
+        } else {
+            let mut sites = [self.down.site(copy)?];
+            let x = of(&self.activations)?;
+            apply_lora_bgmv(&mut ctx, SiteKind::Expert, x, &self.groups, &mut sites)?
+        };
+        Ok(())
+    }
+}
+
+/// `top_k` different experts for each token.
+fn chosen_experts(rng: &mut Rng, shape: &MoeShape, layer: &MoeLayer) -> Vec<i32> {
+    let mut experts: Vec<i32> = (0..layer.experts as i32).collect();
+    let count = experts.len();
+    let mut chosen = Vec::with_capacity((shape.tokens * layer.top_k) as usize);
+    for _ in 0..shape.tokens {
+        for at in 0..layer.top_k as usize {
+            experts.swap(at, rng.below(at..count));
+            chosen.push(experts[at]);
+        }
+    }
+    chosen
+}
+
+/// What the two launches of a layer move.
+fn bytes(shape: &MoeShape, layer: &MoeLayer, chosen: &[i32]) -> BytesMoved {
+    let mut groups = vec![0; (shape.adapters * layer.experts) as usize];
+    for (row, expert) in chosen.iter().enumerate() {
+        let adapter = (row as u32 / layer.top_k) % shape.adapters;
+        groups[(adapter * layer.experts) as usize + *expert as usize] += 1;
+    }
+    let problem = |k_in, outs_per_x, n_outs: &[u32]| Problem {
+        k_in,
+        outs_per_x,
+        small_max: LaunchOptions::default().gemv_max_m,
+        sites: n_outs
+            .iter()
+            .map(|n_out| ProblemSite {
+                n_out: *n_out,
+                max_rank: padded_rank(shape.rank),
+                ranks: vec![shape.rank; groups.len()],
+            })
+            .collect(),
+        groups: groups.clone(),
+    };
+    let gate_up = problem(layer.hidden, layer.top_k, &[layer.width, layer.width]);
+    let down = problem(layer.width, 1, &[layer.hidden]);
+    [gate_up, down].iter().map(bytes_moved).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::HostBackend;
+
+    #[test]
+    fn a_check_passes_once_and_fails_on_a_delta_added_twice() {
+        let device = BenchDevice::host(HostBackend::new());
+        for shape in TINY_MOE_SHAPES {
+            let options = LaunchOptions::default();
+            let mut bench = MoeBench::new(&device, shape, TINY_MOE_LAYER, options).unwrap();
+            assert!(bench.check().unwrap().passes(), "{shape}");
+            bench.enqueue(Part::Down, 0, Stream::OWN).unwrap();
+            let mut judge = Judge::default();
+            bench.judge(&mut judge).unwrap();
+            assert!(!judge.verdict().passes(), "{shape}");
+        }
+    }
+
+    #[test]
+    fn a_line_says_times_goal_and_floor() {
+        let device = BenchDevice::host(HostBackend::new());
+        let shape = H200_MOE_SHAPES[0];
+        let options = LaunchOptions::default();
+        let mut bench = MoeBench::new(&device, shape, TINY_MOE_LAYER, options).unwrap();
+        let times = bench.measure(1).unwrap();
+        assert!(times.layer_us > 0.0 && times.group_us > 0.0);
+        let table = MoeTable {
+            device: "NVIDIA H200".into(),
+            lines: vec![times],
+        };
+        let text = table.to_string();
+        let line = text.lines().nth(3).expect("a line below the rule");
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        assert_eq!(cells[1], "rank 16, 1 rows, 1 adapters");
+        assert_eq!(cells[3..5], ["9.0", "7.0"]);
+    }
+
+    /// One row reads eight experts: a lone token's bytes are known.
+    #[test]
+    fn the_floor_counts_each_touched_expert_once() {
+        let layer = QWEN3_30B_LAYER;
+        let shape = MoeShape::new(16, 1, 1);
+        let chosen = chosen_experts(&mut Rng::new(1), &shape, &layer);
+        let bytes = bytes(&shape, &layer, &chosen);
+        assert_eq!(bytes.adapters, 8 * 3 * 16 * (2048 + 768) * 2);
+        assert_eq!(bytes.x, 2048 * 2 + 8 * 768 * 2);
+        assert_eq!(bytes.out, 8 * (768 + 768 + 2048) * 4);
+    }
+}
