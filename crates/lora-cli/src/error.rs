@@ -1,6 +1,6 @@
 //! Why a command could not do its work. Shown on one line, with the file's name.
 
-use lora_kernels::bench::{DeltaShape, OverlayShape};
+use lora_kernels::bench::{DeltaShape, MoeShape, OverlayShape};
 use lora_kernels::testing::Verdict;
 use lora_runtime::RuntimeError;
 use lora_runtime::config::ConfigError;
@@ -42,6 +42,14 @@ pub enum CliError {
     WrongDelta {
         /// The batch.
         shape: DeltaShape,
+        /// How far it is off.
+        verdict: Verdict,
+    },
+    /// A MoE block's delta that is not what the reference gives: its times would mean nothing.
+    #[error("experts of {shape} are wrong: {verdict:?}, where 1 is the most that is allowed")]
+    WrongExperts {
+        /// The batch.
+        shape: MoeShape,
         /// How far it is off.
         verdict: Verdict,
     },

@@ -2,10 +2,9 @@
 //! and, after criterion's own lines, a table of all shapes with floor and goals beside them. Without `--bench`, tiny sizes; without a GPU, nothing but why.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use lora_kernels::KernelError;
 use lora_kernels::bench::{
     BenchDevice, DeltaBench, DeltaShape, DeltaTable, H200_SHAPES, LLAMA_8B_LAYER, LayerSite,
-    TINY_LAYER, TINY_SHAPES, Work,
+    TINY_LAYER, TINY_SHAPES,
 };
 use lora_kernels::cuda::{CudaBackend, plan};
 use std::time::Duration;
@@ -46,22 +45,11 @@ fn cuda_delta(c: &mut Criterion) {
         let mut work = bench.work(0..layer.len()).expect("capture");
         group.throughput(Throughput::Bytes(shape.bytes(layer).floor()));
         group.bench_function(shape.to_string(), |b| {
-            b.iter_custom(|layers| device_time(&mut work, layers, copies).expect("replay"));
+            b.iter_custom(|layers| work.device_time(layers, copies).expect("replay"));
         });
     }
     group.finish();
     println!("{table}");
-}
-
-/// Device time of `layers` layers, from as many replays as hold them: a replay is `copies` layers.
-fn device_time(work: &mut Work<'_>, layers: u64, copies: u64) -> Result<Duration, KernelError> {
-    let replays = layers.div_ceil(copies);
-    let mut us = 0.0;
-    for _ in 0..replays {
-        us += work.run_us()?;
-    }
-    let layer_us = us / (replays * copies) as f64;
-    Ok(Duration::from_secs_f64(layer_us * layers as f64 / 1e6))
 }
 
 criterion_group!(benches, cuda_delta);

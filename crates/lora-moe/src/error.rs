@@ -50,6 +50,16 @@ pub enum MoeError {
         residents: u32,
     },
 
+    /// Gate and up columns that alternate, which no launch writes: rows of out have a stride, columns have none.
+    #[error(
+        "gate and up alternate in the {width} columns of out, and a fold writes adjacent columns: store the base's gate and up rows one after \
+         the other when its weights are loaded, or give each an out of its own"
+    )]
+    InterleavedOut {
+        /// Columns of out.
+        width: usize,
+    },
+
     /// A layer without expert tables.
     #[error(
         "layer {layer} has no expert tables: it is not a MoE layer of the model they were made for"

@@ -1,6 +1,7 @@
 //! Folds that read routing on the device: one launch for all experts and all adapters of a batch, legal under graph capture.
 
 use crate::{ExpertTables, MoeError};
+use lora_config::GateUpOrder;
 use lora_kernels::{
     Applied, ExpertRouting, GateUpOut, KernelError, LaunchContext, LoraBackend, MatMut, MatRef,
     RouteSite, RoutedX, RowGroups, RowGroupsSpec, SiteKind, Stream, TokenAdapters, apply_lora_bgmv,
@@ -120,6 +121,29 @@ impl ExpertFold {
             },
         ];
         apply_lora_bgmv(ctx, SiteKind::Expert, x, &rows.groups, &mut sites)
+    }
+
+    /// [`apply_gate_up_rows`](Self::apply_gate_up_rows) where gate and up are columns of one out, `[rows, 2 x expert width]`, as a base with a stacked `gate_up_proj`
+    /// gives it.
+    ///
+    /// # Errors
+    /// [`MoeError::InterleavedOut`] for the order of GPT-OSS, whose columns alternate; [`KernelError::OutOfRange`] where out is narrower than two
+    /// experts; as [`apply_lora_bgmv`].
+    pub fn apply_fused_gate_up(
+        &self,
+        ctx: &mut LaunchContext<'_>,
+        rows: &ExpertRows,
+        x: RoutedX<'_>,
+        out: MatMut<'_>,
+        order: GateUpOrder,
+    ) -> Result<Applied, MoeError> {
+        if order == GateUpOrder::Interleaved {
+            let width = out.cols();
+            return Err(MoeError::InterleavedOut { width });
+        }
+        let (gate, up) = (self.gate.n_out as usize, self.up.n_out as usize);
+        let [gate, up] = out.split_cols([gate, up])?;
+        Ok(self.apply_gate_up_rows(ctx, rows, x, GateUpOut { gate, up })?)
     }
 
     /// Delta of one projection alone: blocks that have no gate, or one launch for each. x of gate and up as

@@ -30,7 +30,7 @@ pub use layers::{
 pub use metrics::Metrics;
 pub use options::{RuntimeOptions, launch_options, load_policy, module_set, whole_adapter_units};
 pub use report::{OverlayReport, ResidentReport, RuntimeReport};
-pub use runtime::{LoraRuntime, plan_scratch};
+pub use runtime::{LoraRuntime, plan_expert_tables, plan_scratch};
 pub use sites::ModuleOut;
 
 pub use half::bf16;

@@ -11,8 +11,8 @@ use lora_kernels::{
 use lora_moe::{ExpertTables, ExpertTablesSpec};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
-    AdapterSlot, AuditReport, LoraAdapterInput, LoraWeights, PoolSpec, SlotLease, SlotTarget,
-    Unloaded, WeightsError, audit_adapter, select_victim_slot,
+    AdapterSlot, AuditReport, LoraAdapterInput, LoraWeights, PoolLayout, PoolSpec, SlotLease,
+    SlotTarget, Unloaded, WeightsError, audit_adapter, select_victim_slot,
 };
 use parking_lot::Mutex;
 use std::path::Path;
@@ -417,6 +417,19 @@ pub(crate) fn scratch_spec(model: &ModelSpec, pool: &PoolSpec, max_rows: u32) ->
         max_sites: lora_kernels::MAX_SITES as u32,
         max_k_in: widths.max().unwrap_or(1).try_into().unwrap_or(u32::MAX),
     }
+}
+
+/// Bytes of the expert tables of a pool, before anything is allocated: 0 where it has no room for experts. `residents` as in
+/// [`RuntimeOptions::expert_residents`].
+///
+/// # Errors
+/// [`MoeError::BadTables`](lora_moe::MoeError::BadTables) for sizes that cannot be.
+pub fn plan_expert_tables(
+    layout: &PoolLayout,
+    residents: Option<u32>,
+) -> Result<u64, RuntimeError> {
+    let spec = ExpertTablesSpec::of_layout(layout, residents);
+    Ok(spec.map_or(Ok(0), |spec| spec.bytes())?)
 }
 
 /// Bytes of scratch that batches of `max_rows` rows take, before anything is allocated.

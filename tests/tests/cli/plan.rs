@@ -14,7 +14,8 @@ fn parts_add_up_and_grow_with_slots() {
     let of = |slots: &str| plan("llama_plain", &["--max-loras", slots, "--max-rank", "8"]).json();
     let (one, four) = (of("1"), of("4"));
     let number = |json: &serde_json::Value, key: &str| json[key].as_u64().expect("a number");
-    let parts = ["slots", "tables", "experts", "scratch"].map(|key| number(&four, key));
+    let parts = ["slots", "tables", "experts", "expert_tables", "scratch"];
+    let parts = parts.map(|key| number(&four, key));
     assert_eq!(parts.iter().sum::<u64>(), number(&four, "total"));
     assert_eq!(number(&four, "slots"), 4 * number(&one, "slots"));
     assert_eq!(number(&four, "slot"), number(&one, "slot"));
@@ -73,7 +74,11 @@ fn plan_that_does_not_fit_is_refused() {
 #[test]
 fn experts_take_room_only_where_they_are_on() {
     let arguments = ["--max-loras", "2", "--max-rank", "8"];
-    assert_eq!(plan("qwen3_moe_params", &arguments).json()["experts"], 0);
+    let off = plan("qwen3_moe_params", &arguments).json();
+    assert_eq!(
+        (&off["experts"], &off["expert_tables"]),
+        (&0.into(), &0.into())
+    );
     let on = plan(
         "qwen3_moe_params",
         &[
@@ -91,6 +96,8 @@ fn experts_take_room_only_where_they_are_on() {
         on["experts"].as_u64(),
         on["expert_unit"].as_u64().map(|unit| unit * 10)
     );
+    // 24 bytes for each of two slots, two layers, three projections and three experts, each kind on a multiple of 16; 4 for each slot.
+    assert_eq!(on["expert_tables"], 2 * 3 * (48 + 48 + 32 + 32) + 8);
 }
 
 #[test]
@@ -102,17 +109,33 @@ fn quick_bench_times_every_stage() {
     assert!(adapters.iter().any(|t| t["what"] == "audit and pack"));
     let deltas = json["deltas"].as_array().expect("a list");
     let overlays = json["overlays"].as_array().expect("a list");
-    assert!(!deltas.is_empty() && !overlays.is_empty());
-    for timing in adapters.iter().chain(deltas).chain(overlays) {
+    let experts = json["experts"].as_array().expect("a list");
+    assert!(!deltas.is_empty() && !experts.is_empty() && !overlays.is_empty());
+    let timings = adapters.iter().chain(deltas).chain(experts);
+    for timing in timings.chain(overlays) {
         let us = timing["microseconds"].as_f64();
         assert!(us.is_some_and(|us| us > 0.0), "{timing}");
     }
-    for delta in deltas {
+    for delta in deltas.iter().chain(experts) {
         assert!(delta["moved_bytes"].as_u64() >= delta["floor_bytes"].as_u64());
-        assert!(delta["sites"]["gate_up"].as_f64() > Some(0.0), "{delta}");
+    }
+    for (timing, part) in [
+        (&deltas[0]["sites"], "gate_up"),
+        (&experts[0], "group_rows"),
+    ] {
+        assert!(timing[part].as_f64() > Some(0.0), "{timing}");
     }
     let parts = ["row diff", "gather"].map(|part| &overlays[0]["parts"][part]);
     assert!(parts.iter().all(|us| us.as_f64() > Some(0.0)), "{parts:?}");
+}
+
+#[test]
+fn bench_measures_only_what_is_asked_for() {
+    let arguments = ["bench", "--quick", "--json", "--only", "experts"];
+    let json = lora(&arguments).json();
+    let lines = |part: &str| json[part].as_array().map(Vec::len);
+    assert_eq!(["adapters", "deltas", "overlays"].map(lines), [Some(0); 3]);
+    assert!(lines("experts") > Some(0));
 }
 
 #[test]

@@ -201,6 +201,45 @@ fn swapped_stacked_expert_is_seen() {
 }
 
 #[test]
+fn whole_expert_blocks_match_peft_unsorted_and_sorted_by_expert() {
+    for name in [
+        "qwen3_moe_params",
+        "qwen3_moe_v4_per_expert",
+        "qwen3_5_moe_mixed",
+        "mixtral_params",
+        "llama4_params",
+    ] {
+        let output = verify(&argument(name), &[]);
+        assert_eq!(output.code, 0, "{name}: {}", output.out);
+        let json = output.json();
+        let modules = json["cases"][0]["modules"].as_array().expect("a list");
+        let block = modules.iter().find(|module| module["module"] == "experts");
+        let worst = block.and_then(|block| block["worst"].as_f64());
+        assert!(
+            worst.is_some_and(|worst| worst > 0.0 && worst < 1.0),
+            "{name}: {worst:?}"
+        );
+    }
+}
+
+#[test]
+fn two_swapped_tokens_of_a_block_are_seen_in_the_block_alone() {
+    let case = CaseCopy::of("qwen3_moe_params");
+    case.edit_golden("mlp.experts|out", |shape, values| {
+        let (first, second) = values.split_at_mut(shape[1]);
+        first.swap_with_slice(&mut second[..shape[1]]);
+    });
+    let output = verify(&case.argument(), &[]);
+    assert_eq!(output.code, 1);
+    let json = output.json();
+    let modules = json["cases"][0]["modules"].as_array().expect("a list");
+    for module in modules {
+        let missed = module["worst"].as_f64().expect("a number") > 1.0;
+        assert_eq!(missed, module["module"] == "experts", "{module}");
+    }
+}
+
+#[test]
 fn case_without_recorded_outputs_has_nothing_to_compare() {
     let case = CaseCopy::of("llama_plain");
     std::fs::remove_file(case.path().join("golden.safetensors")).expect("file is removed");

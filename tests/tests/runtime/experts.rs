@@ -1,8 +1,9 @@
 //! Experts follow the slots of a runtime by themselves.
 
 use crate::{adapter, bits, matrix, model, runtime};
+use lora_runtime::config::GateUpOrder;
 use lora_runtime::kernels::{Applied, DeviceBuffer, ExpertRouting, GateUpOut, SiteKind, Stream};
-use lora_runtime::moe::MoeError;
+use lora_runtime::moe::{ExpertRows, MoeError};
 use lora_runtime::weights::{AdapterStore, ExpertPoolSpec, ExpertProj, MemoryTensor, WeightsError};
 use lora_runtime::{Adapter, LoraRuntime, RuntimeError, RuntimeOptions, whole_adapter_units};
 use std::num::NonZeroU32;
@@ -122,6 +123,64 @@ fn a_pool_without_experts_has_no_tables_and_says_so() {
     let error = runtime.expert_rows(8).expect_err("there are no tables");
     assert!(matches!(error, RuntimeError::NoExpertTables), "{error}");
     assert_eq!(runtime.report().expert_tables, 0);
+}
+
+/// Six rows of one token each, all of them with the adapter in slot 0.
+fn six_rows<'a>(
+    runtime: &LoraRuntime,
+    experts: &'a DeviceBuffer,
+) -> (ExpertRows, ExpertRouting<'a>) {
+    let routing = ExpertRouting::Unsorted {
+        experts: experts.expert_ids(6).expect("six"),
+        top_k: NonZeroU32::MIN,
+    };
+    let backend = runtime.kernels().backend();
+    let slots = DeviceBuffer::from_slice(backend.clone(), &[0; 6]).expect("memory");
+    let mut rows = runtime.expert_rows(6).expect("fits");
+    let adapters = slots.token_adapters(6).expect("six");
+    runtime
+        .route_experts(&mut rows, Stream::OWN, routing, adapters)
+        .expect("routes");
+    (rows, routing)
+}
+
+#[test]
+fn gate_and_up_in_one_out_fold_where_they_stand_one_after_the_other() {
+    let runtime = engine(options(1));
+    let experts =
+        DeviceBuffer::from_slice(runtime.kernels().backend().clone(), &[0, 2, 1, 2, 0, 1]);
+    let experts = experts.expect("memory");
+    let (rows, routing) = six_rows(&runtime, &experts);
+    let mut scratch = runtime.scratch(6).expect("fits");
+    let x = matrix(&runtime, 6, 32, 1);
+    let token_x = routing.token_x(x.mat(6, 32, 32).expect("fits"));
+    let [mut fused, mut apart] = [2, 2].map(|seed| matrix(&runtime, 6, 24, seed));
+    let before = bits(&fused, 6 * 24);
+    let fold = runtime.expert_fold(1).expect("layer 1 is MoE");
+    let mut ctx = runtime.context(Stream::OWN, &mut scratch);
+    let out = |buffer: &mut DeviceBuffer, order, ctx: &mut _| {
+        let out = buffer.mat_mut(6, 24, 24).expect("fits");
+        fold.apply_fused_gate_up(ctx, &rows, token_x, out, order)
+    };
+    let refused = out(&mut fused, GateUpOrder::Interleaved, &mut ctx);
+    assert_eq!(refused, Err(MoeError::InterleavedOut { width: 24 }));
+    assert_eq!(
+        bits(&fused, 6 * 24),
+        before,
+        "a refused fold writes nothing"
+    );
+    let applied = out(&mut fused, GateUpOrder::Concatenated, &mut ctx);
+    assert_eq!(applied, Ok(Applied::Launched { launches: 1 }));
+    let [gate, up] = apart
+        .mat_mut(6, 24, 24)
+        .expect("fits")
+        .split_cols([12, 12])
+        .expect("halves");
+    let _ = fold
+        .apply_gate_up_rows(&mut ctx, &rows, token_x, GateUpOut { gate, up })
+        .expect("launches");
+    let folded = bits(&fused, 6 * 24);
+    assert!(folded == bits(&apart, 6 * 24) && folded != before);
 }
 
 /// Three tokens, top-2 of three experts: the first adapter's, the second's, none.

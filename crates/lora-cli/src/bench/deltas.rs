@@ -1,5 +1,6 @@
 //! Deltas of one layer of a model.
 
+use super::RUNS;
 use crate::CliError;
 use crate::options::BackendArg;
 use lora_kernels::KernelError;
@@ -10,9 +11,6 @@ use lora_kernels::bench::{
 use lora_kernels::cuda::CudaBackend;
 use lora_kernels::host::HostBackend;
 use lora_runtime::RuntimeError;
-
-/// Counted runs of each time.
-const RUNS: usize = 20;
 
 /// The device that `backend` names.
 ///

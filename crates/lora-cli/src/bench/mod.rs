@@ -1,16 +1,21 @@
 //! What `lora bench` measures: bringing an adapter in, adding its deltas, and token overlays.
 
 mod deltas;
+mod experts;
 mod loading;
 mod overlays;
 mod synthetic;
 
 pub use deltas::{bench_device, delta_times};
+pub use experts::expert_times;
 pub use loading::{Synthetic, adapter_times};
 pub use overlays::overlay_times;
 pub use synthetic::Shape;
 
 use std::time::Instant;
+
+/// Counted runs of each time of a backend.
+const RUNS: usize = 20;
 
 /// Median time of `runs` calls, microseconds, after one that is not counted.
 fn median_us<E>(runs: usize, mut call: impl FnMut() -> Result<(), E>) -> Result<f64, E> {

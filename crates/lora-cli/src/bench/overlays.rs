@@ -1,14 +1,12 @@
 //! Token overlays.
 
+use super::RUNS;
 use crate::CliError;
 use lora_kernels::bench::{
     BenchDevice, H200_OVERLAYS, HOST_OVERLAYS, OverlayBench, OverlayReport, OverlayShape,
     TINY_OVERLAYS,
 };
 use lora_runtime::RuntimeError;
-
-/// Counted runs of each time.
-const RUNS: usize = 20;
 
 /// Times of building an overlay and of applying overlays to a batch, of a large vocabulary or of a tiny one where `quick`, each shape checked before
 /// it is timed.

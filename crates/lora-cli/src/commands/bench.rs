@@ -1,10 +1,15 @@
 //! `lora bench`: this machine's times.
 
-use crate::bench::{Shape, Synthetic, adapter_times, bench_device, delta_times, overlay_times};
+use crate::bench::{
+    Shape, Synthetic, adapter_times, bench_device, delta_times, expert_times, overlay_times,
+};
 use crate::options::BackendArg;
 use crate::report::table;
 use crate::{Answer, CliError, Console};
-use lora_kernels::bench::{DeltaTable, DeltaTimes, OverlayReport, OverlayTimes};
+use lora_kernels::bench::{
+    BenchDevice, DeltaTable, DeltaTimes, MoeTable, MoeTimes, OverlayReport, OverlayTimes,
+};
+use lora_runtime::launch_options;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -17,9 +22,31 @@ pub struct Options {
     /// Tiny sizes: whether it runs, not how fast.
     #[arg(long)]
     pub quick: bool,
+    /// Measure these alone; may be given more than once.
+    #[arg(long, value_enum)]
+    pub only: Vec<Part>,
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
+}
+
+/// What `lora bench` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// Reading, auditing, packing and uploading an adapter.
+    Adapters,
+    /// Deltas of a dense layer.
+    Deltas,
+    /// Deltas of the experts of a MoE block.
+    Experts,
+    /// Token overlays.
+    Overlays,
+}
+
+impl Options {
+    fn measures(&self, part: Part) -> bool {
+        self.only.is_empty() || self.only.contains(&part)
+    }
 }
 
 /// One measured line.
@@ -49,8 +76,9 @@ impl Timing {
 #[derive(Debug, Serialize)]
 struct BenchJson<'a> {
     device: &'a str,
-    adapters: Vec<Timing>,
+    adapters: &'a [Timing],
     deltas: Vec<DeltaJson>,
+    experts: Vec<ExpertJson>,
     overlays: Vec<OverlayJson>,
 }
 
@@ -119,47 +147,144 @@ impl OverlayJson {
     }
 }
 
+/// Times of the experts of a MoE block in JSON, microseconds.
+#[derive(Debug, Serialize)]
+struct ExpertJson {
+    rank: u32,
+    rows: u32,
+    adapters: u32,
+    microseconds: f64,
+    group_rows: f64,
+    gate_up: f64,
+    down: f64,
+    reach: Option<f64>,
+    aim: Option<f64>,
+    floor: Option<f64>,
+    floor_bytes: u64,
+    moved_bytes: u64,
+}
+
+impl ExpertJson {
+    fn new(table: &MoeTable, times: &MoeTimes) -> Self {
+        let goal = table.goal(times);
+        Self {
+            rank: times.shape.rank,
+            rows: times.shape.tokens,
+            adapters: times.shape.adapters,
+            microseconds: times.layer_us,
+            group_rows: times.group_us,
+            gate_up: times.gate_up_us,
+            down: times.down_us,
+            reach: goal.map(|goal| goal.reach),
+            aim: goal.map(|goal| goal.aim),
+            floor: table.floor_us(times),
+            floor_bytes: times.bytes.floor(),
+            moved_bytes: times.bytes.total(),
+        }
+    }
+}
+
+/// What was measured; a part that was not asked for has no lines.
+struct Measured {
+    adapters: Vec<Timing>,
+    deltas: DeltaTable,
+    experts: MoeTable,
+    overlays: OverlayReport,
+}
+
 /// Measures and prints.
 ///
 /// # Errors
-/// A backend that is not there, a disk without room for the synthetic adapter, a delta or an overlay that is wrong, output that cannot
+/// A backend that is not there, a disk without room for the synthetic adapter, a result that is wrong, output that cannot
 /// be written.
 pub fn run(options: &Options, console: &mut Console<'_>) -> Result<Answer, CliError> {
     let device = bench_device(options.backend)?;
-    let shape = if options.quick {
-        Shape::TINY
-    } else {
-        Shape::LLAMA_8B
-    };
-    let synthetic = Synthetic::write(shape, console)?;
-    let adapters = adapter_times(&synthetic, device.backend())?;
-    let deltas = delta_times(&device, options.quick)?;
-    let overlays = overlay_times(&device, options.quick)?;
+    let measured = measure(options, &device, console)?;
     if options.json {
-        let lines = deltas.lines.iter();
-        let overlay_lines = overlays.lines.iter();
-        let json = BenchJson {
-            device: &deltas.device,
-            adapters,
-            deltas: lines.map(|times| DeltaJson::new(&deltas, times)).collect(),
-            overlays: overlay_lines
-                .map(|times| OverlayJson::new(&overlays, times))
-                .collect(),
-        };
-        serde_json::to_writer_pretty(&mut *console.out, &json)?;
-        writeln!(console.out)?;
-        return Ok(Answer::Passed);
+        write_json(&measured, console)?;
+    } else {
+        write_text(&measured, console)?;
     }
-    let mut rows = table(&["what", "size", "us", "GB/s"]);
-    for timing in &adapters {
-        let time = format!("{:.1}", timing.microseconds);
-        rows.add_row([
-            timing.what.clone(),
-            timing.size.clone(),
-            time,
-            timing.rate(),
-        ]);
-    }
-    writeln!(console.out, "{rows}\n\n{deltas}\n{overlays}")?;
     Ok(Answer::Passed)
+}
+
+fn measure(
+    options: &Options,
+    device: &BenchDevice,
+    console: &Console<'_>,
+) -> Result<Measured, CliError> {
+    let quick = options.quick;
+    let shape = if quick { Shape::TINY } else { Shape::LLAMA_8B };
+    let launch = launch_options(&console.levers);
+    Ok(Measured {
+        adapters: match options.measures(Part::Adapters) {
+            true => adapter_times(&Synthetic::write(shape, console)?, device.backend())?,
+            false => Vec::new(),
+        },
+        deltas: match options.measures(Part::Deltas) {
+            true => delta_times(device, quick)?,
+            false => DeltaTable::new(device),
+        },
+        experts: match options.measures(Part::Experts) {
+            true => expert_times(device, launch, quick)?,
+            false => MoeTable::new(device),
+        },
+        overlays: match options.measures(Part::Overlays) {
+            true => overlay_times(device, quick)?,
+            false => OverlayReport::new(device),
+        },
+    })
+}
+
+fn write_json(measured: &Measured, console: &mut Console<'_>) -> Result<(), CliError> {
+    let Measured {
+        adapters,
+        deltas,
+        experts,
+        overlays,
+    } = measured;
+    let (delta_lines, expert_lines) = (deltas.lines.iter(), experts.lines.iter());
+    let overlay_lines = overlays.lines.iter();
+    let json = BenchJson {
+        device: &deltas.device,
+        adapters,
+        deltas: delta_lines
+            .map(|times| DeltaJson::new(deltas, times))
+            .collect(),
+        experts: expert_lines
+            .map(|times| ExpertJson::new(experts, times))
+            .collect(),
+        overlays: overlay_lines
+            .map(|times| OverlayJson::new(overlays, times))
+            .collect(),
+    };
+    serde_json::to_writer_pretty(&mut *console.out, &json)?;
+    writeln!(console.out)?;
+    Ok(())
+}
+
+fn write_text(measured: &Measured, console: &mut Console<'_>) -> Result<(), CliError> {
+    if !measured.adapters.is_empty() {
+        let mut rows = table(&["what", "size", "us", "GB/s"]);
+        for timing in &measured.adapters {
+            let time = format!("{:.1}", timing.microseconds);
+            rows.add_row([
+                timing.what.clone(),
+                timing.size.clone(),
+                time,
+                timing.rate(),
+            ]);
+        }
+        writeln!(console.out, "{rows}\n")?;
+    }
+    if !measured.deltas.lines.is_empty() {
+        writeln!(console.out, "{}", measured.deltas)?;
+    }
+    if !measured.experts.lines.is_empty() {
+        writeln!(console.out, "{}", measured.experts)?;
+    }
+    if !measured.overlays.lines.is_empty() {
+        writeln!(console.out, "{}", measured.overlays)?;
+    }
+    Ok(())
 }

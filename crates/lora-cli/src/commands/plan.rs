@@ -7,7 +7,7 @@ use crate::{Answer, CliError, Console};
 use bytesize::ByteSize;
 use lora_runtime::config::ModelSpec;
 use lora_runtime::weights::PoolLayout;
-use lora_runtime::{RuntimeError, plan_scratch, whole_adapter_units};
+use lora_runtime::{RuntimeError, plan_expert_tables, plan_scratch, whole_adapter_units};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -50,6 +50,7 @@ struct Plan {
     expert_unit: u64,
     expert_units: u64,
     experts: u64,
+    expert_tables: u64,
     scratch: u64,
     total: u64,
     memory: Option<u64>,
@@ -92,12 +93,14 @@ fn plan(options: &Options, model: &ModelSpec, console: &Console<'_>) -> Result<P
     let layout = |slots: u32| PoolLayout::new(model, &spec(slots)).map_err(RuntimeError::from);
     let pool = layout(options.max_loras)?;
     let bytes = pool.bytes();
+    let tables = plan_expert_tables(&pool, None)?;
     let scratch = plan_scratch(model, &spec(options.max_loras), options.max_rows)?;
     let fitting = options.memory.map(|memory| {
         let takes = |slots: u32| {
-            layout(slots)
-                .ok()
-                .and_then(|l| l.bytes().total().checked_add(scratch))
+            let layout = layout(slots).ok()?;
+            let tables = plan_expert_tables(&layout, None).ok()?;
+            let bytes = layout.bytes().total().checked_add(tables)?;
+            bytes.checked_add(scratch)
         };
         slots_that_fit(memory.as_u64(), takes)
     });
@@ -108,8 +111,9 @@ fn plan(options: &Options, model: &ModelSpec, console: &Console<'_>) -> Result<P
         expert_unit: bytes.expert_unit,
         expert_units: pool.experts().map_or(0, |experts| experts.units()),
         experts: bytes.experts,
+        expert_tables: tables,
         scratch,
-        total: bytes.total() + scratch,
+        total: bytes.total() + tables + scratch,
         memory: options.memory.map(|memory| memory.as_u64()),
         slots_that_fit: fitting,
     })
@@ -152,6 +156,11 @@ fn write_plan(plan: &Plan, options: &Options, console: &mut Console<'_>) -> Resu
                 ByteSize(plan.expert_unit)
             ),
             plan.experts,
+        ),
+        (
+            "expert tables",
+            format!("{slots} adapters with experts"),
+            plan.expert_tables,
         ),
         (
             "scratch",

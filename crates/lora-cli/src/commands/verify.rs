@@ -189,6 +189,7 @@ impl<'a> ModuleJson<'a> {
     fn new(module: &'a ModuleResult) -> Self {
         let (layer, name, expert) = match module.place {
             Place::Layer { layer, target } => (Some(layer), target.module_name(), target.expert()),
+            Place::Block { layer } => (Some(layer), "experts", None),
             Place::Table(table) => (None, table.peft_name(), None),
         };
         Self {
@@ -283,7 +284,7 @@ fn write_case(case: &Case, result: &CaseResult, console: &mut Console<'_>) -> Re
     let rank_and_scale = |module: &ModuleResult| {
         let pair = match module.place {
             Place::Layer { layer, target } => case.pair(layer, target),
-            Place::Table(_) => None,
+            Place::Block { .. } | Place::Table(_) => None,
         };
         pair.map_or(("-".to_owned(), "-".to_owned()), |pair| {
             (pair.rank.to_string(), pair.scale.to_string())

@@ -7,7 +7,7 @@
 use super::matrix::Matrix;
 
 /// Twice the spacing of BF16 at 1, halved for rounding to nearest: what one rounding of each term may cost.
-const UNIT: f64 = 2.0 / 256.0;
+pub(super) const UNIT: f64 = 2.0 / 256.0;
 
 /// A and B of one adapter on one module, as f32, true rank.
 #[derive(Debug, Clone)]
@@ -64,29 +64,37 @@ impl Worst {
         wanted: &[f32],
         magnitude: &[f64],
     ) -> Option<Self> {
-        let elements =
-            got.iter()
-                .zip(base)
-                .zip(wanted)
-                .enumerate()
-                .map(|(column, ((got, base), wanted))| {
-                    let terms = magnitude.get(column).copied().unwrap_or(0.0);
-                    let tolerance =
-                        UNIT * (f64::from(base.abs()) + f64::from(wanted.abs()) + terms);
-                    let distance = (f64::from(*got) - f64::from(*wanted)).abs();
-                    let fraction = match distance {
-                        0.0 => 0.0,
-                        _ if (distance / tolerance).is_nan() => f64::INFINITY,
-                        _ => distance / tolerance,
-                    };
-                    Self {
-                        fraction,
-                        row,
-                        column,
-                        got: *got,
-                        wanted: *wanted,
-                    }
-                });
+        let elements = base.iter().zip(wanted).enumerate();
+        let tolerance = elements.map(|(column, (base, wanted))| {
+            let terms = magnitude.get(column).copied().unwrap_or(0.0);
+            UNIT * (f64::from(base.abs()) + f64::from(wanted.abs()) + terms)
+        });
+        Self::within(row, got, wanted, &tolerance.collect::<Vec<_>>())
+    }
+
+    /// Compares one row at these tolerances.
+    pub(super) fn within(
+        row: usize,
+        got: &[f32],
+        wanted: &[f32],
+        tolerance: &[f64],
+    ) -> Option<Self> {
+        let pairs = got.iter().zip(wanted).zip(tolerance).enumerate();
+        let elements = pairs.map(|(column, ((got, wanted), tolerance))| {
+            let distance = (f64::from(*got) - f64::from(*wanted)).abs();
+            let fraction = match distance {
+                0.0 => 0.0,
+                _ if (distance / tolerance).is_nan() => f64::INFINITY,
+                _ => distance / tolerance,
+            };
+            Self {
+                fraction,
+                row,
+                column,
+                got: *got,
+                wanted: *wanted,
+            }
+        });
         elements.max_by(|a, b| a.fraction.total_cmp(&b.fraction))
     }
 

@@ -2,8 +2,10 @@
 //!
 //! A `golden.safetensors` holds, for each recorded module, F32 tensors named by the module's path: `PATH|x` the rows that
 //! went in, `PATH|base` what the untouched module gave, `PATH|out` what PEFT gave. For stacked experts it holds the
-//! parameter before and after, `PATH|w` and `PATH|w_adapted`, and the block's input `BLOCK|hidden`.
+//! parameter before and after, `PATH|w` and `PATH|w_adapted`, the block's input `BLOCK|hidden`, its output `BLOCK|out`, and `BLOCK|top_k_index` and
+//! `BLOCK|top_k_weights` where a router chose.
 
+use super::block::GoldenBlock;
 use super::matrix::Matrix;
 use super::stacked;
 use super::tables::{GoldenTable, TokenIds, token_ids};
@@ -37,6 +39,8 @@ pub struct GoldenSite {
 pub struct Golden {
     /// Recorded modules, by path.
     pub sites: Vec<GoldenSite>,
+    /// Recorded expert blocks that can be compared whole.
+    pub blocks: Vec<GoldenBlock>,
     /// Recorded vocabulary tables.
     pub tables: Vec<GoldenTable>,
     /// Paths of recorded modules that are no place for a delta or an overlay (norms).
@@ -82,6 +86,9 @@ impl Golden {
         let mut golden = Self::default();
         for path in tensors.keys().filter_map(|name| name.strip_suffix("|out")) {
             if is_expert_block(tensors, path) {
+                golden
+                    .blocks
+                    .extend(GoldenBlock::read(tensors, path, spec)?);
                 continue;
             }
             if let Some(table) = GoldenTable::read((tensors, ids), path, spec)? {
@@ -142,7 +149,7 @@ impl GoldenSite {
     }
 }
 
-/// Whether `path` is a whole expert block, recorded with its routing: its delta is compared expert by expert instead.
+/// Whether `path` is a whole expert block, recorded with its routing: it is compared expert by expert, and whole where everything in it is known.
 fn is_expert_block(tensors: &Tensors, path: &str) -> bool {
     tensors.contains_key(&format!("{path}|hidden"))
 }
@@ -161,16 +168,26 @@ pub(super) fn matrix(tensors: &Tensors, path: &str, role: &str) -> Result<Matrix
     }
 }
 
-/// The F32 tensors of a file; others (ids, indices) are not compared and left out.
+/// The F32 tensors of a file, and its numbers of experts and tokens, which F32 holds exactly; others are left out.
 pub(super) fn tensors(bytes: &[u8]) -> Result<Tensors, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
     let mut found = Tensors::new();
     for (name, view) in file.iter() {
-        if view.dtype() == Dtype::F32 {
-            let (words, _) = view.data().as_chunks::<4>();
-            let values = words.iter().map(|word| f32::from_le_bytes(*word)).collect();
-            found.insert(name.to_owned(), (view.shape().to_vec(), values));
-        }
+        let values = match view.dtype() {
+            Dtype::F32 => {
+                let (words, _) = view.data().as_chunks::<4>();
+                words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+            }
+            Dtype::I64 => {
+                let (words, _) = view.data().as_chunks::<8>();
+                words
+                    .iter()
+                    .map(|word| i64::from_le_bytes(*word) as f32)
+                    .collect()
+            }
+            _ => continue,
+        };
+        found.insert(name.to_owned(), (view.shape().to_vec(), values));
     }
     Ok(found)
 }

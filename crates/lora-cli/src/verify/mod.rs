@@ -5,6 +5,7 @@
 //! are added to the recorded base outputs, its vocabulary rows take the place of the base's in recorded embeddings and logits, and every element is
 //! compared at a tolerance that follows its own terms ([`Worst`]).
 
+mod block;
 mod case;
 mod compare;
 mod golden;
@@ -14,6 +15,7 @@ mod run;
 mod stacked;
 mod tables;
 
+pub use block::GoldenBlock;
 pub use case::Case;
 pub use compare::{Factors, Worst};
 pub use golden::{Golden, GoldenSite};

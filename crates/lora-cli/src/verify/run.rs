@@ -1,5 +1,6 @@
 //! One pool, one batch a projection: the rows of every case and base rows, each through its own adapter.
 
+use super::block::{BlockOutcome, BlockRun};
 use super::case::Case;
 use super::compare::{Factors, Worst};
 use super::golden::GoldenSite;
@@ -38,6 +39,11 @@ pub enum Place {
         layer: usize,
         /// The module inside it.
         target: LoraTarget,
+    },
+    /// A whole expert block of a layer.
+    Block {
+        /// Global layer index.
+        layer: usize,
     },
     /// Before or after the layers.
     Table(TokenTable),
@@ -162,6 +168,7 @@ pub fn verify_together(
                 }));
         }
     }
+    pool.verify_blocks(cases, &mut results, &mut base)?;
     pool.verify_tables(cases, &mut results, &mut base)?;
     Ok((results, base))
 }
@@ -214,6 +221,42 @@ struct Pool {
 }
 
 impl Pool {
+    /// Compares the recorded expert blocks whole.
+    fn verify_blocks(
+        &self,
+        cases: &[&Case],
+        results: &mut [CaseResult],
+        base: &mut BaseRows,
+    ) -> Result<(), CliError> {
+        let slots = self
+            .slots
+            .iter()
+            .map(|slot| slot.and_then(|slot| i32::try_from(slot).ok()));
+        for ((case, slot), result) in cases.iter().zip(slots).zip(results) {
+            let (Some(slot), Some(_)) = (slot, self.runtime.expert_tables()) else {
+                continue;
+            };
+            for block in &case.golden.blocks {
+                let run = BlockRun {
+                    runtime: &self.runtime,
+                    case,
+                    block,
+                    slot,
+                };
+                let BlockOutcome { worst, base_rows } = run.run()?;
+                base.rows += base_rows.0;
+                base.changed += base_rows.1;
+                result.modules.extend(worst.map(|worst| ModuleResult {
+                    path: block.path.clone(),
+                    place: Place::Block { layer: block.layer },
+                    rows: block.tokens(),
+                    worst,
+                }));
+            }
+        }
+        Ok(())
+    }
+
     /// `None` where no case has an adapter that loads.
     fn load(setup: &Setup<'_>, cases: &[&Case]) -> Result<Option<Self>, CliError> {
         let loading: Vec<&Case> = cases

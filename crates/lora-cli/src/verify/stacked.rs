@@ -61,7 +61,7 @@ pub(super) fn sites(
 }
 
 /// The `[out, in]` weight of one expert's projection inside the stacked tensor `name`.
-fn expert_weight(
+pub(super) fn expert_weight(
     tensors: &Tensors,
     name: &str,
     expert: usize,
@@ -107,7 +107,7 @@ fn expert_weight(
 }
 
 /// The number after `.layers.`.
-fn layer_of(path: &str) -> Option<usize> {
+pub(super) fn layer_of(path: &str) -> Option<usize> {
     path.split_once("layers.")?
         .1
         .split('.')

@@ -1,7 +1,7 @@
 //! Rows and adapters on a device, as benches have them.
 
 use crate::testing::{DeviceTables, Fill, Rng, TestAdapter};
-use crate::{BytesMoved, DeviceBuffer, KernelError, RouteSite};
+use crate::{BytesMoved, DeviceBuffer, KernelError, MatRef, RouteSite};
 use half::bf16;
 use lora_weights::device::{DeviceMemory, LoraPair};
 use lora_weights::padded_rank;
@@ -76,6 +76,10 @@ impl Matrix {
             buffer: DeviceBuffer::from_slice(Arc::clone(memory), &host)?,
             host,
         })
+    }
+
+    pub(super) fn view(&self) -> Result<MatRef<'_>, KernelError> {
+        self.buffer.mat(self.rows, self.cols, self.cols)
     }
 
     pub(super) fn row(&self, row: usize) -> &[bf16] {

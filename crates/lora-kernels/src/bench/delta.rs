@@ -4,8 +4,8 @@ use super::data::{Matrix, Projection, cold_copies};
 use super::{BenchDevice, DeltaShape, DeltaTimes, LayerSite, Work};
 use crate::testing::{Fill, Rng, TestAdapter, Verdict, naive::Judge, naive_delta};
 use crate::{
-    DeviceBuffer, KernelError, LaunchContext, LaunchOptions, LoraKernels, MAX_SITES, RouteSite,
-    RowGroups, RowGroupsSpec, Scratch, ScratchSpec, SiteKind, Stream, apply_lora_bgmv,
+    DeviceBuffer, KernelError, LaunchContext, LaunchOptions, LoraKernels, MAX_SITES, RowGroups,
+    RowGroupsSpec, Scratch, ScratchSpec, SiteKind, Stream, apply_lora_bgmv,
 };
 use arrayvec::ArrayVec;
 use half::bf16;
@@ -208,7 +208,7 @@ impl<'d> DeltaBench<'d> {
                 stream,
                 scratch: &mut self.scratch,
             };
-            let x = x.buffer.mat(x.rows, x.cols, x.cols)?;
+            let x = x.view()?;
             apply_lora_bgmv(&mut ctx, SiteKind::Attention, x, &self.groups, &mut routes)?;
         }
         Ok(())

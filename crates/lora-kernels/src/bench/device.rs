@@ -3,7 +3,7 @@
 use crate::cuda::{CudaBackend, DeviceTimer, Graph};
 use crate::{KernelError, LoraBackend, Stream};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Runs before the counted ones.
 const WARM_RUNS: usize = 3;
@@ -98,6 +98,20 @@ impl Work<'_> {
         (self.enqueue)(Stream::OWN)?;
         self.backend.synchronize(Stream::OWN)?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    /// Time of `layers` layers, from as many runs as hold them: a run is `copies` layers.
+    ///
+    /// # Errors
+    /// As [`run_us`](Self::run_us).
+    pub fn device_time(&mut self, layers: u64, copies: u64) -> Result<Duration, KernelError> {
+        let runs = layers.div_ceil(copies);
+        let mut us = 0.0;
+        for _ in 0..runs {
+            us += self.run_us()?;
+        }
+        let layer_us = us / (runs * copies) as f64;
+        Ok(Duration::from_secs_f64(layer_us * layers as f64 / 1e6))
     }
 
     /// Median of `runs` runs, after a few that are not counted.

@@ -382,7 +382,9 @@ impl<'d> MoeBench<'d> {
     /// What launching gives.
     pub fn measure(&mut self, runs: usize) -> Result<MoeTimes, KernelError> {
         let copies = self.copies as f64;
-        let mut us = |parts: &[Part]| Ok(self.record(parts)?.median_us(runs)? / copies);
+        let mut us = |parts: &[Part]| -> Result<f64, KernelError> {
+            Ok(self.record(parts)?.median_us(runs)? / copies)
+        };
         let layer_us = us(&Part::ALL)?;
         let [group_us, gate_up_us, down_us] = [
             us(&[Part::Group])?,
@@ -422,14 +424,13 @@ impl<'d> MoeBench<'d> {
             stream,
             scratch: &mut self.scratch,
         };
-        let of = |matrix: &Matrix| matrix.buffer.mat(matrix.rows, matrix.cols, matrix.cols);
         let _ = if part == Part::GateUp {
-            let x = RoutedX::repeated(of(&self.x)?, top_k);
+            let x = RoutedX::repeated(self.x.view()?, top_k);
             let mut sites = [self.gate.site(copy)?, self.up.site(copy)?];
             apply_lora_bgmv(&mut ctx, SiteKind::Expert, x, &self.groups, &mut sites)?
         } else {
             let mut sites = [self.down.site(copy)?];
-            let x = of(&self.activations)?;
+            let x = self.activations.view()?;
             apply_lora_bgmv(&mut ctx, SiteKind::Expert, x, &self.groups, &mut sites)?
         };
         Ok(())
