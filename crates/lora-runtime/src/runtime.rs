@@ -139,6 +139,21 @@ impl LoraRuntime {
         audit_adapter(adapter.store(), adapter.config(), self.model(), &pool)
     }
 
+    /// [`audit`](Self::audit) of an adapter that loads: an engine refuses a bad one where it is named rather than at its first request.
+    ///
+    /// # Errors
+    /// [`WeightsError::Refused`] with every finding.
+    pub fn check(&self, adapter: &Adapter) -> Result<AuditReport, RuntimeError> {
+        let report = self.audit(adapter);
+        if report.ok() {
+            return Ok(report);
+        }
+        Err(self.refused(WeightsError::Refused {
+            adapter: adapter.name().to_owned(),
+            report: Box::new(report),
+        }))
+    }
+
     /// Fills slots `0..n` at startup; slot 0 is active.
     ///
     /// # Errors
@@ -148,10 +163,10 @@ impl LoraRuntime {
         adapters: impl IntoIterator<Item = &'a Adapter>,
     ) -> Result<Vec<Arc<AdapterSlot>>, RuntimeError> {
         let adapters: Vec<&Adapter> = adapters.into_iter().collect();
-        let accepted = |adapter: &&'a Adapter| Ok((*adapter, self.accepted(adapter)?));
-        let accepted = adapters.iter().map(accepted);
-        let accepted = accepted.collect::<Result<Vec<_>, RuntimeError>>()?;
-        let inputs = accepted
+        let check = |adapter: &&'a Adapter| Ok((*adapter, self.check(adapter)?));
+        let checked = adapters.iter().map(check);
+        let checked = checked.collect::<Result<Vec<_>, RuntimeError>>()?;
+        let inputs = checked
             .iter()
             .map(|(adapter, report)| self.input(adapter, report))
             .collect::<Result<Vec<_>, _>>()?;
@@ -334,7 +349,7 @@ impl LoraRuntime {
         adapter: &Adapter,
         target: SlotTarget,
     ) -> Result<Arc<AdapterSlot>, RuntimeError> {
-        let report = self.accepted(adapter)?;
+        let report = self.check(adapter)?;
         let staged = self
             .weights
             .stage(&self.input(adapter, &report)?)
@@ -354,18 +369,6 @@ impl LoraRuntime {
         self.counters.loads.add(1);
         self.counters.bytes.add(bytes);
         Ok(slot)
-    }
-
-    /// The report of an adapter that loads.
-    fn accepted(&self, adapter: &Adapter) -> Result<AuditReport, RuntimeError> {
-        let report = self.audit(adapter);
-        if report.ok() {
-            return Ok(report);
-        }
-        Err(self.refused(WeightsError::Refused {
-            adapter: adapter.name().to_owned(),
-            report: Box::new(report),
-        }))
     }
 
     /// An audited adapter with what its slot will own beside its pairs: the one place that attaches extensions.

@@ -8,7 +8,7 @@ use crate::{Deltas, EngineError, SequenceCache};
 use half::bf16;
 use lora_runtime::config::BackendKind;
 use lora_runtime::overlay::{ServedTable, ServedTables};
-use lora_runtime::weights::{BASE_SLOT, SlotLease, WeightsError};
+use lora_runtime::weights::{BASE_SLOT, SlotLease};
 use lora_runtime::{Adapter, LoraRuntime, RuntimeError, RuntimeOptions};
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
@@ -58,7 +58,7 @@ pub struct Response {
     pub request: Request,
     /// Tokens generated.
     pub tokens: Vec<u32>,
-    /// The slot that its rows followed: [`BASE_SLOT`](lora_runtime::weights::BASE_SLOT) for the base model.
+    /// The slot that its rows followed: [`BASE_SLOT`] for the base model.
     pub slot: i32,
     /// Prefix-cache key.
     pub adapter_id: u64,
@@ -126,11 +126,7 @@ impl Engine {
     pub fn register(&mut self, name: &str, dir: &Path) -> Result<(), EngineError> {
         let runtime = self.deltas.runtime();
         let adapter = runtime.adapter(name, dir)?;
-        let report = runtime.audit(&adapter);
-        if !report.ok() {
-            let (adapter, report) = (name.to_owned(), Box::new(report));
-            return Err(RuntimeError::from(WeightsError::Refused { adapter, report }).into());
-        }
+        runtime.check(&adapter)?;
         if let Some(slot) = runtime.weights().slot_of(name) {
             runtime.unload(slot)?;
         }
@@ -222,24 +218,28 @@ impl Engine {
 
     /// The step boundary, where adapters come and go: a request that waits is admitted once its adapter holds a slot.
     fn admit(&mut self) -> Result<(), EngineError> {
-        for request in std::mem::take(&mut self.waiting) {
-            let is_full = self.running.len() == self.max_rows;
-            let lease = match is_full {
-                true => None,
-                false => self.lease(request.adapter.as_deref())?,
-            };
-            let Some(lease) = lease else {
-                self.waiting.push_back(request);
+        let mut waiting = 0;
+        while self.running.len() < self.max_rows && waiting < self.waiting.len() {
+            let Some(lease) = self.lease(self.waiting[waiting].adapter.as_deref())? else {
+                waiting += 1;
                 continue;
             };
-            let prefix = match request.keep_logits {
-                true => None,
-                false => self.prefixes.longest(lease.adapter_id(), request.prefix()),
-            };
-            let cache = prefix.unwrap_or_else(|| SequenceCache::new(self.model.config()));
-            self.running.push(Sequence::new(request, lease, cache));
+            if let Some(request) = self.waiting.remove(waiting) {
+                let sequence = self.begin(request, lease);
+                self.running.push(sequence);
+            }
         }
         Ok(())
+    }
+
+    /// A request that holds its adapter, with what the prefix cache has of its prompt.
+    fn begin(&self, request: Request, lease: SlotLease) -> Sequence {
+        let prefix = match request.keep_logits {
+            true => None,
+            false => self.prefixes.longest(lease.adapter_id(), request.prefix()),
+        };
+        let cache = prefix.unwrap_or_else(|| SequenceCache::new(self.model.config()));
+        Sequence::new(request, lease, cache)
     }
 
     /// Holds the adapter called `name`, or the base model; `None` where it has to wait for a request that runs.

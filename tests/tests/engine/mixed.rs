@@ -1,5 +1,6 @@
 //! What is served together has the bits of what is served alone.
 
+use crate::merged::{Tensors, read_model, write};
 use crate::{BASES, adapters_of, engine, on_cuda, options, request, serve};
 use lora_runtime::config::BackendKind;
 use lora_tests::case_dir;
@@ -80,4 +81,51 @@ fn one_step_serves_the_base_model_and_every_adapter() {
     engine.step().expect("serves");
     let slots: BTreeSet<i32> = engine.last_slots().iter().copied().collect();
     assert_eq!(slots.len(), adapters.len() + 1, "{slots:?}");
+}
+
+/// Checkpoints before transformers 5 have a tensor for each projection of each expert.
+#[test]
+fn experts_stored_one_by_one_are_those_stored_stacked() {
+    for (base, block, projections) in [
+        (
+            "base_qwen3_moe",
+            "mlp",
+            ["gate_proj", "up_proj", "down_proj"],
+        ),
+        ("base_mixtral", "block_sparse_moe", ["w1", "w3", "w2"]),
+    ] {
+        let dir = write(base, &one_by_one(&read_model(base), block, projections));
+        let mut engines = [dir.path(), &case_dir(base)]
+            .map(|model| engine(model, adapters_of(base), options(BackendKind::Host)));
+        let requests = requests(base);
+        let [apart, stacked] = engines.each_mut().map(|engine| serve(engine, &requests));
+        for (apart, stacked) in apart.iter().zip(&stacked) {
+            assert!(bits(apart) == bits(stacked), "{base}");
+        }
+    }
+}
+
+/// The same weights with the experts' tensors cut apart and named as before transformers 5.
+fn one_by_one(model: &Tensors, block: &str, [gate, up, down]: [&str; 3]) -> Tensors {
+    let mut apart = Tensors::new();
+    for (name, (shape, values)) in model {
+        let name = name.replace(".mlp.", &format!(".{block}."));
+        let &[experts, rows, columns] = shape.as_slice() else {
+            apart.insert(name, (shape.clone(), values.clone()));
+            continue;
+        };
+        let (prefix, stacked) = name.rsplit_once('.').expect("a path");
+        let projections: &[&str] = match stacked {
+            "gate_up_proj" => &[gate, up],
+            _ => &[down],
+        };
+        let rows = rows / projections.len();
+        for (at, values) in values.chunks_exact(rows * columns).enumerate() {
+            let (expert, projection) = (at / projections.len(), at % projections.len());
+            let name = format!("{prefix}.{expert}.{}.weight", projections[projection]);
+            apart.insert(name, (vec![rows, columns], values.to_vec()));
+        }
+        assert_eq!(values.len(), experts * projections.len() * rows * columns);
+    }
+    apart
 }

@@ -35,16 +35,15 @@ impl MoeBlock {
                 what: format!("layer {layer} is a mixture of experts of no stated size"),
             });
         };
-        let prefix = format!("model.layers.{layer}.{}", moe.block_name);
         let hidden = config.spec.hidden_size;
-        let router = format!("{prefix}.{}", moe.router_name);
+        let names = Names::of(checkpoint, &format!("model.layers.{layer}"), moe);
         Ok(Self {
             layer,
             top_k: moe.top_k,
             expert_width: moe.expert_width,
             renormalises: moe.norm_topk_prob,
-            router: checkpoint.linear(&router, moe.num_experts, hidden)?,
-            experts: experts(checkpoint, &format!("{prefix}.experts"), hidden, moe)?,
+            router: checkpoint.linear(&names.router, moe.num_experts, hidden)?,
+            experts: names.experts(checkpoint, hidden, moe)?,
         })
     }
 
@@ -105,23 +104,62 @@ impl MoeBlock {
     }
 }
 
-/// The experts of a layer, stored as two stacked tensors.
-fn experts(
-    checkpoint: &mut Checkpoint,
-    prefix: &str,
-    hidden: usize,
-    moe: &MoeSpec,
-) -> Result<Vec<Expert>, EngineError> {
-    let (count, width) = (moe.num_experts, moe.expert_width);
-    let shape = [count, 2 * width, hidden];
-    let gate_up = checkpoint.take(&format!("{prefix}.gate_up_proj"), &shape)?;
-    let down = checkpoint.take(&format!("{prefix}.down_proj"), &[count, hidden, width])?;
-    let linear = |inputs, weight: &[f32]| Linear::new(Rows::new(inputs, weight.to_vec()));
-    let gate_up = gate_up.chunks_exact(2 * width * hidden);
-    let experts = gate_up.zip(down.chunks_exact(hidden * width));
-    let experts = experts.map(|(gate_up, down)| Expert {
-        gate_up: linear(hidden, gate_up),
-        down: linear(width, down),
-    });
-    Ok(experts.collect())
+/// How a checkpoint spells the block: experts stacked into two tensors, or one by one.
+struct Names {
+    router: String,
+    experts: String,
+    /// Gate, up and down of an expert by itself.
+    projections: [&'static str; 3],
+}
+
+impl Names {
+    fn of(checkpoint: &Checkpoint, layer: &str, moe: &MoeSpec) -> Self {
+        let mixtral = format!("{layer}.block_sparse_moe");
+        let (block, router, projections) = match checkpoint.has(&format!("{mixtral}.gate.weight")) {
+            true => (mixtral, "gate", ["w1", "w3", "w2"]),
+            false => (
+                format!("{layer}.{}", moe.block_name),
+                moe.router_name,
+                ["gate_proj", "up_proj", "down_proj"],
+            ),
+        };
+        Self {
+            router: format!("{block}.{router}"),
+            experts: format!("{block}.experts"),
+            projections,
+        }
+    }
+
+    fn experts(
+        &self,
+        checkpoint: &mut Checkpoint,
+        hidden: usize,
+        moe: &MoeSpec,
+    ) -> Result<Vec<Expert>, EngineError> {
+        let (count, width) = (moe.num_experts, moe.expert_width);
+        let expert = |gate_up: Vec<f32>, down: Vec<f32>| Expert {
+            gate_up: Linear::new(Rows::new(hidden, gate_up)),
+            down: Linear::new(Rows::new(width, down)),
+        };
+        let stacked = ["gate_up_proj", "down_proj"].map(|name| format!("{}.{name}", self.experts));
+        if checkpoint.has(&stacked[0]) {
+            let gate_up = checkpoint.take(&stacked[0], &[count, 2 * width, hidden])?;
+            let down = checkpoint.take(&stacked[1], &[count, hidden, width])?;
+            let gate_up = gate_up.chunks_exact(2 * width * hidden);
+            let experts = gate_up.zip(down.chunks_exact(hidden * width));
+            return Ok(experts
+                .map(|(gate_up, down)| expert(gate_up.to_vec(), down.to_vec()))
+                .collect());
+        }
+        let one = |n: usize| {
+            let mut take = |projection: usize, shape: [usize; 2]| {
+                let name = self.projections[projection];
+                checkpoint.take(&format!("{}.{n}.{name}.weight", self.experts), &shape)
+            };
+            let mut gate_up = take(0, [width, hidden])?;
+            gate_up.extend(take(1, [width, hidden])?);
+            Ok(expert(gate_up, take(2, [hidden, width])?))
+        };
+        (0..count).map(one).collect()
+    }
 }
