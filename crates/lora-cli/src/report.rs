@@ -3,18 +3,8 @@
 use bytesize::ByteSize;
 use comfy_table::{CellAlignment, Table, presets};
 use lora_runtime::config::TokenTable;
-use lora_runtime::weights::{AuditReport, Finding, FindingLevel, OverlayRows, OverlayTableRows};
-use serde::Serialize;
+use lora_runtime::weights::{AuditReport, OverlayRows, OverlayTableRows};
 use std::io::{self, Write};
-
-/// One finding in JSON.
-#[derive(Debug, Serialize)]
-pub struct FindingJson<'a> {
-    level: &'static str,
-    reason: &'a str,
-    tensor: Option<&'a str>,
-    message: &'a str,
-}
 
 /// One adapted module. `module` is its path inside the layer, `expert` its number where it is an expert's.
 struct ModuleRow {
@@ -23,18 +13,6 @@ struct ModuleRow {
     expert: Option<usize>,
     rank: u32,
     scale: f32,
-}
-
-impl<'a> FindingJson<'a> {
-    /// The finding as JSON.
-    pub fn new(finding: &'a Finding) -> Self {
-        Self {
-            level: level(finding.level),
-            reason: &finding.reason,
-            tensor: finding.tensor.as_deref(),
-            message: &finding.message,
-        }
-    }
 }
 
 fn modules(report: &AuditReport) -> Vec<ModuleRow> {
@@ -46,13 +24,6 @@ fn modules(report: &AuditReport) -> Vec<ModuleRow> {
         scale: pair.scale,
     };
     report.pairs.iter().map(module).collect()
-}
-
-fn level(level: FindingLevel) -> &'static str {
-    match level {
-        FindingLevel::Error => "error",
-        FindingLevel::Warning => "warning",
-    }
 }
 
 /// Writes every finding on a line of its own, then what is applied, module by module.
@@ -79,11 +50,7 @@ pub fn write_audit(out: &mut dyn Write, adapter: &str, report: &AuditReport) -> 
             )?;
         }
     }
-    let errors = report
-        .findings
-        .iter()
-        .filter(|f| f.level == FindingLevel::Error)
-        .count();
+    let errors = report.errors().count();
     let verdict = if report.ok() {
         "loads".to_owned()
     } else {

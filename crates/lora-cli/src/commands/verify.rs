@@ -1,10 +1,11 @@
 //! `lora verify`: real adapters against what PEFT recorded.
 
 use crate::options::{BackendArg, LoadOptions, rank_range};
-use crate::report::{FindingJson, table, write_findings};
+use crate::report::{table, write_findings};
 use crate::verify::{BaseRows, Case, CaseResult, ModuleResult, Place, Setup, verify_together};
 use crate::{Answer, CliError, Console};
 use bytesize::ByteSize;
+use lora_runtime::weights::Finding;
 use lora_runtime::{OverlayReport, open_backend};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -133,7 +134,7 @@ struct BaseRowsJson {
 struct CaseJson<'a> {
     case: &'a str,
     ok: bool,
-    findings: Vec<FindingJson<'a>>,
+    findings: &'a [Finding],
     error: Option<String>,
     worst: Option<f64>,
     modules: Vec<ModuleJson<'a>>,
@@ -222,7 +223,7 @@ impl<'a> Outcome<'a> {
         let case = |(case, result): (&'a Case, &'a CaseResult)| CaseJson {
             case: &case.name,
             ok: case.is_whole() && result.passes(),
-            findings: case.report.findings.iter().map(FindingJson::new).collect(),
+            findings: &case.report.findings,
             error: case.error.as_ref().map(ToString::to_string),
             worst: result.worst().map(|module| module.worst.fraction),
             modules: result.modules.iter().map(ModuleJson::new).collect(),

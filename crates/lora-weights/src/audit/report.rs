@@ -38,6 +38,10 @@ pub struct OverlayRows {
 /// Everything an audit saw.
 ///
 /// An adapter loads if [`ok`](Self::ok). Then `applied` and the number of `ignored` make `tensors`.
+///
+/// Serialized it is `{"ok", "adapter", "applied", "ignored": [name], "tensors", "findings": [Finding], "modules": [{"layer", "module",
+/// "expert", "rank", "scale"}], "bytes": {"slot", "expert", "overlay"}, "overlay": {"embed_tokens": {"replaced", "extension"}, "lm_head":
+/// {"replaced", "extension"}}}`. `expert` is null where there is none; `module` is PEFT's path inside the layer with the expert's number left out.
 #[derive(Debug, Clone, Default)]
 pub struct AuditReport {
     /// What was audited: the folder, or empty for tensors in memory.
@@ -78,17 +82,8 @@ impl AuditReport {
 
     /// The largest rank of a dense pair, 0 without one: the smallest `max_rank` that takes this adapter.
     pub fn max_rank(&self) -> u32 {
-        self.rank_of(|pair| pair.target.is_dense())
-    }
-
-    /// The largest rank of a router's or expert's pair, 0 without one.
-    pub fn max_expert_rank(&self) -> u32 {
-        self.rank_of(|pair| !pair.target.is_dense())
-    }
-
-    fn rank_of(&self, which: impl Fn(&&AuditedPair) -> bool) -> u32 {
-        let ranks = self.pairs.iter().filter(which).map(|pair| pair.rank);
-        ranks.max().unwrap_or(0)
+        let dense = self.pairs.iter().filter(|pair| pair.target.is_dense());
+        dense.map(|pair| pair.rank).max().unwrap_or(0)
     }
 
     /// The report of an adapter whose model is not known: one error, with the reason `model-config`.
@@ -103,17 +98,6 @@ impl AuditReport {
             }],
             ..Self::default()
         }
-    }
-
-    /// The report as JSON: `{"ok", "adapter", "applied", "ignored": [name], "tensors", "findings": [{"level", "reason", "tensor",
-    /// "message"}], "modules": [{"layer", "module", "expert", "rank", "scale"}], "bytes": {"slot", "expert", "overlay"},
-    /// "overlay": {"embed_tokens": {"replaced", "extension"}, "lm_head": {"replaced", "extension"}}}`.
-    ///
-    /// `level` is `error` or `warning`; `tensor` and `expert` are null where there is none; `module` is PEFT's path inside the layer
-    /// with the expert's number left out.
-    pub fn to_json(&self) -> String {
-        // Strings, numbers and nulls alone: nothing that can fail.
-        serde_json::to_string(self).unwrap_or_default()
     }
 
     /// Puts errors first, keeping their order.
@@ -131,7 +115,6 @@ impl Serialize for AuditReport {
             applied: usize,
             ignored: &'a [String],
             tensors: usize,
-            #[serde(serialize_with = "findings")]
             findings: &'a [Finding],
             #[serde(serialize_with = "modules")]
             modules: &'a [AuditedPair],
@@ -153,27 +136,27 @@ impl Serialize for AuditReport {
     }
 }
 
-fn findings<S: Serializer>(findings: &[Finding], serializer: S) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct Shape<'a> {
-        level: &'static str,
-        reason: &'a str,
-        tensor: Option<&'a str>,
-        message: &'a str,
-    }
-    let mut seq = serializer.serialize_seq(Some(findings.len()))?;
-    for finding in findings {
-        seq.serialize_element(&Shape {
-            level: match finding.level {
+/// `{"level", "reason", "tensor", "message"}`: `level` is `error` or `warning`, `tensor` null where there is none.
+impl Serialize for Finding {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Shape<'a> {
+            level: &'static str,
+            reason: &'a str,
+            tensor: Option<&'a str>,
+            message: &'a str,
+        }
+        Shape {
+            level: match self.level {
                 FindingLevel::Error => "error",
                 FindingLevel::Warning => "warning",
             },
-            reason: &finding.reason,
-            tensor: finding.tensor.as_deref(),
-            message: &finding.message,
-        })?;
+            reason: &self.reason,
+            tensor: self.tensor.as_deref(),
+            message: &self.message,
+        }
+        .serialize(serializer)
     }
-    seq.end()
 }
 
 fn modules<S: Serializer>(pairs: &[AuditedPair], serializer: S) -> Result<S::Ok, S::Error> {

@@ -88,7 +88,7 @@ impl ExpertLayout {
     }
 
     /// Bytes of the region.
-    pub fn region_bytes(&self) -> u64 {
+    pub(crate) fn region_bytes(&self) -> u64 {
         // Checked when the layout was made.
         self.unit_bytes * self.units
     }

@@ -38,18 +38,6 @@ pub struct ModuleRegion {
     pub b_offset: u64,
 }
 
-impl ModuleRegion {
-    /// Bytes of A.
-    pub fn a_bytes(&self) -> u64 {
-        u64::from(self.max_rank) * u64::from(self.k_in) * ELEMENT_BYTES
-    }
-
-    /// Bytes of B.
-    pub fn b_bytes(&self) -> u64 {
-        u64::from(self.max_rank) * u64::from(self.n_out) * ELEMENT_BYTES
-    }
-}
-
 /// Bytes a pool takes on the device, part by part: what `lora plan` shows and what is checked before allocating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolBytes {

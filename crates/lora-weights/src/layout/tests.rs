@@ -63,17 +63,16 @@ proptest! {
         let mut end = 0;
         for region in layout.regions() {
             prop_assert_eq!(region.a_offset, end);
-            prop_assert_eq!(region.b_offset, end + region.a_bytes());
+            let (out, k_in) = region.module.dims(&model, region.layer).unwrap();
+            let bytes = |width: usize| u64::from(region.max_rank) * width as u64 * 2;
+            prop_assert_eq!(region.b_offset, end + bytes(k_in));
             prop_assert_eq!(region.a_offset % REGION_ALIGNMENT, 0);
             prop_assert_eq!(region.b_offset % REGION_ALIGNMENT, 0);
             prop_assert_eq!(region.max_rank % RANK_GRANULE, 0);
             prop_assert!(region.max_rank >= pool.max_rank);
             prop_assert!(region.max_rank < pool.max_rank + RANK_GRANULE);
-            let dims = region.module.dims(&model, region.layer).unwrap();
-            prop_assert_eq!((region.n_out as usize, region.k_in as usize), dims);
-            prop_assert_eq!(region.a_bytes(), u64::from(region.max_rank) * dims.1 as u64 * 2);
-            prop_assert_eq!(region.b_bytes(), u64::from(region.max_rank) * dims.0 as u64 * 2);
-            end = region.b_offset + region.b_bytes();
+            prop_assert_eq!((region.n_out as usize, region.k_in as usize), (out, k_in));
+            end = region.b_offset + bytes(out);
         }
         let bytes = layout.bytes();
         prop_assert_eq!(bytes.slot, end);

@@ -82,8 +82,7 @@ impl LoraModule {
         Self::ALL.into_iter().chain(Self::EXTENDED)
     }
 
-    /// PEFT's path inside a layer, as in `self_attn.q_proj`. Llama 4 writes `feed_forward` for `mlp`;
-    /// [`name_in`](Self::name_in) follows the model.
+    /// PEFT's path inside a layer, as in `self_attn.q_proj`. Llama 4 writes `feed_forward` for `mlp`.
     pub fn peft_name(self) -> &'static str {
         match self {
             Self::QProj => "self_attn.q_proj",
@@ -111,7 +110,7 @@ impl LoraModule {
 
     /// The path inside a layer as this model spells it: [`peft_name`](Self::peft_name) with `feed_forward` for `mlp`
     /// on Llama 4.
-    pub fn name_in(self, spec: &ModelSpec) -> String {
+    pub(crate) fn name_in(self, spec: &ModelSpec) -> String {
         match self.peft_name().strip_prefix("mlp.") {
             Some(rest) => format!("{}.{rest}", spec.ffn_block()),
             None => self.peft_name().to_owned(),
@@ -119,7 +118,7 @@ impl LoraModule {
     }
 
     /// The module that PEFT calls `name`, whatever the model.
-    pub fn from_peft_name(name: &str) -> Option<Self> {
+    pub(crate) fn from_peft_name(name: &str) -> Option<Self> {
         Self::every().find(|module| module.peft_name() == name)
     }
 
@@ -246,7 +245,7 @@ impl ExpertProj {
     }
 
     /// The name inside Mixtral's `block_sparse_moe.experts.N`: `w1`, `w3`, `w2`.
-    pub fn mixtral_name(self) -> &'static str {
+    pub(crate) fn mixtral_name(self) -> &'static str {
         match self {
             Self::Gate => "w1",
             Self::Up => "w3",

@@ -148,7 +148,7 @@ fn a_report_is_json_of_a_fixed_shape() {
         .into_iter()
         .find(|c| c.name == "qwen3_moe_params")
         .unwrap();
-    let json: Value = serde_json::from_str(&case.audit(&pool()).to_json()).unwrap();
+    let json: Value = serde_json::to_value(case.audit(&pool())).unwrap();
     assert_eq!(json["ok"], true);
     assert_eq!(json["applied"], 16);
     assert_eq!(json["tensors"], 16);
@@ -172,7 +172,7 @@ fn a_report_is_json_of_a_fixed_shape() {
         .into_iter()
         .find(|c| c.name == "bad_nan")
         .unwrap();
-    let json: Value = serde_json::from_str(&case.audit(&pool()).to_json()).unwrap();
+    let json: Value = serde_json::to_value(case.audit(&pool())).unwrap();
     assert_eq!(json["ok"], false);
     let finding = &json["findings"][0];
     assert_eq!(finding["level"], "error");

@@ -164,7 +164,7 @@ fn a_whole_adapter_loads_with_its_ranks_scales_and_bytes() {
     assert_eq!(report.applied, 4);
     assert_eq!(report.pairs.len(), 2);
     assert_eq!((report.pairs[0].rank, report.pairs[0].scale), (2, 2.0));
-    assert_eq!((report.max_rank(), report.max_expert_rank()), (2, 0));
+    assert_eq!(report.max_rank(), 2);
     let slot = pool_slot_bytes(&specs::llama(), &pool()).unwrap();
     assert_eq!(report.bytes.slot, slot);
     assert_eq!((report.bytes.expert, report.bytes.overlay), (0, 0));
