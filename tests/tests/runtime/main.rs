@@ -4,6 +4,7 @@ mod experts;
 mod installs;
 mod life;
 mod overlays;
+mod parallel;
 mod steps;
 
 use half::bf16;
