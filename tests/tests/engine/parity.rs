@@ -4,7 +4,7 @@
 //! own doing: some rows of these random models amplify a rounding twentyfold and more. So the allowance of each row is measured. The adapter is merged
 //! into the weights from the files alone, every weight is moved by up to a BF16 rounding, and the engine serves the merged model without any LoRA:
 //! the root mean square of what sixteen such models miss PEFT by is the row's noise. A row may miss by at most [`MOST`] of its noise, all rows
-//! of a case in the root mean square by [`MOST_ON_AVERAGE`]. The engine's own figures are up to 2.2 and 1.0; a scale that is 5 % off gives 2.0 and more on average.
+//! of a case in the root mean square by [`MOST_ON_AVERAGE`]. The engine's own figures are up to 2.2 and 1.0; a scale that is 5 % off either way gives 2.0 and more on average.
 
 use crate::merged::{Tensors, jitter, merged, read_model, write};
 use crate::{RECORDED, engine, on_cuda, options, request, serve};
@@ -110,7 +110,7 @@ fn logits_of_every_recorded_model_are_those_of_peft_on_a_gpu() {
 
 #[test]
 fn a_scale_five_percent_off_is_no_parity() {
-    // What this one changes are whole tables of the vocabulary, next to which a scale hardly counts.
+    // What the one left out changes are whole tables of the vocabulary, next to which a scale hardly counts.
     let scaled = RECORDED
         .iter()
         .filter(|(_, case)| *case != "llama_modules_to_save");
@@ -118,23 +118,29 @@ fn a_scale_five_percent_off_is_no_parity() {
         let recorded = recorded(case);
         let adapted = recorded.adapted.concat();
         let noise = noise(base, &merged(base, case), &recorded.prompts, &adapted);
-        let copy = CaseCopy::of(case);
-        copy.edit_config(|config| {
-            let patterns = config["alpha_pattern"]
-                .as_object()
-                .cloned()
-                .unwrap_or_default();
-            config["lora_alpha"] = (config["lora_alpha"].as_f64().expect("a number") * 1.05).into();
-            for (key, alpha) in patterns {
-                config["alpha_pattern"][key] = (alpha.as_f64().expect("a number") * 1.05).into();
-            }
-        });
-        let mut engine = engine(&case_dir(base), &[], options(BackendKind::Host));
-        engine
-            .register(case, &copy.path().join("adapter"))
-            .expect("loads");
-        let served = logits(&mut engine, Some(case), &recorded.prompts);
-        let (_, average) = figures(&misses(&served, &adapted), &noise);
-        assert!(average > MOST_ON_AVERAGE, "{case}: {average}");
+        for factor in [0.95, 1.05] {
+            let copy = CaseCopy::of(case);
+            copy.edit_config(|config| scale_alphas(config, factor));
+            let mut engine = engine(&case_dir(base), &[], options(BackendKind::Host));
+            engine
+                .register(case, &copy.path().join("adapter"))
+                .expect("loads");
+            let served = logits(&mut engine, Some(case), &recorded.prompts);
+            let (_, average) = figures(&misses(&served, &adapted), &noise);
+            println!("{case}, scale times {factor}: {average:.2} of the noise");
+            assert!(average > MOST_ON_AVERAGE, "{case}: {average}");
+        }
+    }
+}
+
+fn scale_alphas(config: &mut serde_json::Value, factor: f64) {
+    let scaled = |alpha: &serde_json::Value| alpha.as_f64().expect("a number") * factor;
+    config["lora_alpha"] = scaled(&config["lora_alpha"]).into();
+    for alpha in config["alpha_pattern"]
+        .as_object_mut()
+        .into_iter()
+        .flat_map(|p| p.values_mut())
+    {
+        *alpha = scaled(alpha).into();
     }
 }
