@@ -199,6 +199,11 @@ undocumented_unsafe_blocks = "deny"
         write(root, &crate::public_items::path(name), &empty);
     }
 
+    /// [`workspace`] with this manifest for a crate.
+    pub(crate) fn with_manifest(name: &str, manifest: &str) -> Workspace {
+        workspace(&[(&format!("crates/{name}/Cargo.toml"), manifest)])
+    }
+
     /// A workspace of `lora-config` and `lora-weights` that breaks no rule, with `files` written over it.
     pub(crate) fn workspace(files: &[(&str, &str)]) -> Workspace {
         let dir = tempfile::tempdir().expect("a temporary folder");

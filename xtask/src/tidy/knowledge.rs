@@ -58,10 +58,7 @@ mod tests {
     #[test]
     fn forbidden_knowledge_is_found() {
         let manifest = planted::member("lora-weights", "cudarc.workspace = true");
-        let found = check(&planted::workspace(&[(
-            "crates/lora-weights/Cargo.toml",
-            &manifest,
-        )]));
+        let found = check(&planted::with_manifest("lora-weights", &manifest));
         assert_eq!(found.len(), 1);
         assert!(
             found[0].message.contains("kernels and CUDA"),
@@ -75,10 +72,7 @@ mod tests {
         let manifest =
             planted::member("lora-weights", "") + "[dev-dependencies]\ncudarc.workspace = true\n";
         assert_eq!(
-            check(&planted::workspace(&[(
-                "crates/lora-weights/Cargo.toml",
-                &manifest
-            )])),
+            check(&planted::with_manifest("lora-weights", &manifest)),
             []
         );
     }

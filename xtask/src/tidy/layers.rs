@@ -70,10 +70,7 @@ mod tests {
     #[test]
     fn reverse_edge_is_found() {
         let manifest = planted::member("lora-config", "lora-weights.workspace = true");
-        let found = check(&planted::workspace(&[(
-            "crates/lora-config/Cargo.toml",
-            &manifest,
-        )]));
+        let found = check(&planted::with_manifest("lora-config", &manifest));
         assert_eq!(found.len(), 1);
         assert!(
             found[0]
@@ -89,10 +86,7 @@ mod tests {
         for table in ["dev-dependencies", "target.'cfg(unix)'.dependencies"] {
             let manifest = planted::member("lora-config", "")
                 + &format!("[{table}]\nlora-weights.workspace = true\n");
-            let found = check(&planted::workspace(&[(
-                "crates/lora-config/Cargo.toml",
-                &manifest,
-            )]));
+            let found = check(&planted::with_manifest("lora-config", &manifest));
             assert_eq!(found.len(), 1, "{table}");
         }
     }
@@ -111,10 +105,7 @@ mod tests {
     #[test]
     fn crate_without_a_layer_is_found() {
         let stray = planted::member("lora-stray", "");
-        let found = check(&planted::workspace(&[(
-            "crates/lora-stray/Cargo.toml",
-            &stray,
-        )]));
+        let found = check(&planted::with_manifest("lora-stray", &stray));
         assert!(found[0].message.contains("no place"), "{}", found[0]);
     }
 

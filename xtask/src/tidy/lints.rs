@@ -76,10 +76,7 @@ mod tests {
     fn member_without_the_lints_is_found() {
         let manifest =
             planted::member("lora-config", "").replace("[lints]\nworkspace = true\n", "");
-        let found = check(&planted::workspace(&[(
-            "crates/lora-config/Cargo.toml",
-            &manifest,
-        )]));
+        let found = check(&planted::with_manifest("lora-config", &manifest));
         assert_eq!(found.len(), 1);
         assert!(found[0].message.contains("[lints]"), "{}", found[0]);
     }

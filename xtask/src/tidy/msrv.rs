@@ -77,11 +77,7 @@ mod tests {
         let manifest = planted::member("lora-config", "")
             .replace("rust-version.workspace = true", "rust-version = \"1.80\"");
         assert_eq!(
-            check(&planted::workspace(&[(
-                "crates/lora-config/Cargo.toml",
-                &manifest
-            )]))
-            .len(),
+            check(&planted::with_manifest("lora-config", &manifest)).len(),
             1
         );
         assert_eq!(

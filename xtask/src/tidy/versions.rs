@@ -37,22 +37,13 @@ mod tests {
             "serde = { path = \"../serde\" }",
         ] {
             let manifest = planted::member("lora-config", entry);
-            let found = check(&planted::workspace(&[(
-                "crates/lora-config/Cargo.toml",
-                &manifest,
-            )]));
+            let found = check(&planted::with_manifest("lora-config", &manifest));
             assert_eq!(found.len(), 1, "{entry}");
         }
         let features = planted::member(
             "lora-config",
             "serde = { workspace = true, features = [\"rc\"] }",
         );
-        assert_eq!(
-            check(&planted::workspace(&[(
-                "crates/lora-config/Cargo.toml",
-                &features
-            )])),
-            []
-        );
+        assert_eq!(check(&planted::with_manifest("lora-config", &features)), []);
     }
 }
