@@ -29,18 +29,21 @@ pub struct ModelConfig {
 #[derive(Deserialize)]
 struct Numbers {
     rms_norm_eps: f32,
+    /// Where configs before transformers 5 have what `rope_parameters` has.
     rope_theta: Option<f32>,
     rope_scaling: Option<serde_json::Value>,
-    rope_parameters: Option<RopeParameters>,
+    partial_rotary_factor: Option<f32>,
+    #[serde(default)]
+    rope_parameters: RopeParameters,
     linear_conv_kernel_dim: Option<usize>,
     attention_bias: Option<bool>,
     mlp_bias: Option<bool>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Default)]
 struct RopeParameters {
-    rope_theta: f32,
-    rope_type: String,
+    rope_theta: Option<f32>,
+    rope_type: Option<String>,
     partial_rotary_factor: Option<f32>,
 }
 
@@ -57,9 +60,9 @@ impl ModelConfig {
         let numbers: Numbers =
             serde_json::from_str(&text).map_err(|error| EngineError::file(&path, error))?;
         check_supported(&spec, &numbers)?;
-        let rope = numbers.rope_parameters.as_ref();
-        let rope_share = rope.and_then(|rope| rope.partial_rotary_factor);
-        let rope_theta = rope.map(|rope| rope.rope_theta).or(numbers.rope_theta);
+        let rope = &numbers.rope_parameters;
+        let rope_theta = rope.rope_theta.or(numbers.rope_theta);
+        let rope_share = rope.partial_rotary_factor.or(numbers.partial_rotary_factor);
         Ok(Self {
             norm_eps: numbers.rms_norm_eps,
             norm_offset: f32::from(u8::from(spec.family == ModelFamily::Qwen35)),
@@ -67,7 +70,9 @@ impl ModelConfig {
                 spec.family,
                 ModelFamily::Qwen3 | ModelFamily::Qwen3Moe | ModelFamily::Qwen35
             ),
-            rope_theta: rope_theta.unwrap_or(10_000.0),
+            rope_theta: rope_theta.ok_or_else(|| EngineError::Unsupported {
+                what: "rope_theta is not stated".to_owned(),
+            })?,
             rope_dims: (spec.head_dim as f32 * rope_share.unwrap_or(1.0)) as usize,
             conv_width: numbers.linear_conv_kernel_dim.unwrap_or(4),
             spec,
@@ -88,10 +93,7 @@ impl ModelConfig {
 /// Names what a model asks for that is not built in.
 fn check_supported(spec: &ModelSpec, numbers: &Numbers) -> Result<(), EngineError> {
     use ModelFamily::{Llama, Mixtral, Qwen3, Qwen3Moe, Qwen35};
-    let rope_type = numbers
-        .rope_parameters
-        .as_ref()
-        .map_or("default", |rope| &rope.rope_type);
+    let rope_type = numbers.rope_parameters.rope_type.as_deref();
     let linear = spec.linear_attention.as_ref();
     let problems = [
         (
@@ -113,7 +115,7 @@ fn check_supported(spec: &ModelSpec, numbers: &Numbers) -> Result<(), EngineErro
             "attention_bias, mlp_bias: projections have no bias here",
         ),
         (
-            rope_type != "default" || numbers.rope_scaling.is_some(),
+            rope_type.is_some_and(|name| name != "default") || numbers.rope_scaling.is_some(),
             "rope_type: scaled rotary frequencies are not built in",
         ),
         (
