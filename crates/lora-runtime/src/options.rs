@@ -169,6 +169,13 @@ mod tests {
     }
 
     #[test]
+    fn levers_that_nobody_sets_are_the_defaults_of_what_they_switch() {
+        let levers = Levers::default();
+        assert_eq!(launch_options(&levers), LaunchOptions::default());
+        assert_eq!(load_policy(&levers), LoadPolicy::default());
+    }
+
+    #[test]
     fn settings_reach_pool_policy_and_launches() {
         let text = "max_loras = 3\nmax_rank = 24\nmodules = [\"qkv_proj\"]\n[levers]\nrotate = true\nno_ffn = true\n";
         let config = RuntimeConfig::from_toml(text).expect("valid");
