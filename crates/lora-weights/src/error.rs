@@ -232,6 +232,21 @@ pub enum WeightsError {
         expected: u64,
     },
 
+    /// Land targets that do not make the pairs of the config they are rebuilt by.
+    #[error(
+        "REJECT[landing-geometry]: {path}: {what} is {found}, not {expected}: plan the landing again from the adapter's own config"
+    )]
+    LandingGeometry {
+        /// Module path.
+        path: String,
+        /// What differs: `rank`, `layer`, `matrices`.
+        what: &'static str,
+        /// The targets' number.
+        found: u64,
+        /// The number that config or model asks for (for `layer` the number of layers).
+        expected: u64,
+    },
+
     /// A staging buffer that cannot hold a slot image.
     #[error(
         "staging buffer of {bytes} bytes, {alignment}-byte aligned, cannot hold an image of {needed} bytes of BF16, which needs 2-byte \

@@ -56,6 +56,7 @@ mod audit;
 pub mod device;
 mod error;
 mod identity;
+mod landing;
 mod layout;
 mod names;
 mod pack;
@@ -67,10 +68,13 @@ mod store;
 
 pub use audit::{
     AdapterBytes, AuditReason, AuditReport, AuditedPair, Finding, OutputRows, OverlayRows,
-    OverlayTableRows, PairSource, StackedPair, audit_adapter, audit_dir,
+    OverlayTableRows, PairSource, StackedPair, audit_adapter, audit_dir, audit_manifest,
 };
 pub use error::{UploadStage, WeightsError};
 pub use identity::{BASE_ADAPTER_ID, adapter_id_hash};
+pub use landing::{
+    AdapterManifest, LandPlace, LandRequest, LandTarget, build_land_targets, rebuild_slot_layers,
+};
 pub use layout::{
     ExpertLayout, ModuleRegion, PoolBytes, PoolLayout, REGION_ALIGNMENT, TableLayout,
     expert_router_bytes, module_slot_offsets, packed_stride, pool_slot_bytes, slot_base_offset,
@@ -81,7 +85,7 @@ pub use names::{
     OverlayTensorKind, OverlayTensors, Reject, RejectReason, classify_key, classify_overlay_key,
     full_attention_layers, is_gdn_key, reject_pending_overlay, router_dims,
 };
-pub use pack::{PackSource, image_bytes, pack_adapter};
+pub use pack::{PackSource, SlotPairs, image_bytes, pack_adapter};
 pub use pairs::{ExpertLoraLayer, LoraLayerWeights};
 pub use pool::{
     ExpertPoolSpec, LoadPolicy, ModuleSet, PoolSpec, RANK_GRANULE, StackedLayout, padded_rank,

@@ -78,11 +78,33 @@ pub(crate) fn unit_count(pairs: &[AuditedPair]) -> u64 {
     pairs.iter().filter(|pair| in_expert_region(pair)).count() as u64
 }
 
-/// The device pairs of an adapter whose image lies in a slot and units of the expert region.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct SlotPairs {
-    pub(crate) layers: Vec<LoraLayerWeights>,
-    pub(crate) experts: Vec<ExpertLoraLayer>,
+/// The device pairs of an adapter whose image lies in a slot and units of the expert region: one entry a model layer in each,
+/// by global index.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct SlotPairs {
+    /// Dense pairs.
+    pub layers: Vec<LoraLayerWeights>,
+    /// Router and expert pairs.
+    pub experts: Vec<ExpertLoraLayer>,
+}
+
+impl SlotPairs {
+    /// No pair in any of `layers` layers.
+    pub(crate) fn empty(layers: usize) -> Self {
+        Self {
+            layers: vec![LoraLayerWeights::empty(); layers],
+            experts: vec![ExpertLoraLayer::default(); layers],
+        }
+    }
+
+    /// Puts `pair` at a target of `layer`, which exists.
+    pub(crate) fn set(&mut self, layer: usize, target: LoraTarget, pair: LoraPair) {
+        match target {
+            LoraTarget::Attn(module) => self.layers[layer].set(module, pair),
+            LoraTarget::Router => self.experts[layer].set_router(pair),
+            LoraTarget::Expert { n, proj } => self.experts[layer].set(n, proj, pair),
+        }
+    }
 }
 
 /// The pairs as they lie on the device once the image is uploaded: the slot at `slot_base`, the i-th router or expert
@@ -96,10 +118,7 @@ pub(crate) fn place_pairs(
     slot_base: DevicePtr,
     mut units: impl Iterator<Item = DevicePtr>,
 ) -> Result<SlotPairs, WeightsError> {
-    let mut placed = SlotPairs {
-        layers: vec![LoraLayerWeights::empty(); layout.layers()],
-        experts: vec![ExpertLoraLayer::default(); layout.layers()],
-    };
+    let mut placed = SlotPairs::empty(layout.layers());
     for pair in in_order(pairs) {
         let place = place_of(pair, layout)?;
         let base = if place.in_unit {
@@ -116,29 +135,25 @@ pub(crate) fn place_pairs(
             scale: pair.scale,
             max_rank: padded_rank(pair.rank),
         };
-        match pair.target {
-            LoraTarget::Attn(module) => placed.layers[pair.layer].set(module, device),
-            LoraTarget::Router => placed.experts[pair.layer].set_router(device),
-            LoraTarget::Expert { n, proj } => placed.experts[pair.layer].set(n, proj, device),
-        }
+        placed.set(pair.layer, pair.target, device);
     }
     Ok(placed)
 }
 
 /// Where a pair goes: byte offsets of A and B inside the slot, or inside its unit of the expert region.
 #[derive(Clone, Copy)]
-struct Place {
-    in_unit: bool,
-    a: u64,
-    b: u64,
-    n_out: u32,
-    k_in: u32,
-    max_rank: u32,
+pub(crate) struct Place {
+    pub(crate) in_unit: bool,
+    pub(crate) a: u64,
+    pub(crate) b: u64,
+    pub(crate) n_out: u32,
+    pub(crate) k_in: u32,
+    pub(crate) max_rank: u32,
 }
 
 /// The place of a pair, having checked that it fits: the audit says the same with more words, but a report may come from
 /// another pool spec.
-fn place_of(pair: &AuditedPair, layout: &PoolLayout) -> Result<Place, WeightsError> {
+pub(crate) fn place_of(pair: &AuditedPair, layout: &PoolLayout) -> Result<Place, WeightsError> {
     let layers = layout.layers() as u64;
     if pair.layer as u64 >= layers {
         return Err(mismatch(pair, "layer", pair.layer as u64, layers));
@@ -299,13 +314,18 @@ fn in_expert_region(pair: &AuditedPair) -> bool {
 }
 
 /// (layer, target) order: the order of units.
-fn in_order(pairs: &[AuditedPair]) -> Vec<&AuditedPair> {
+pub(crate) fn in_order(pairs: &[AuditedPair]) -> Vec<&AuditedPair> {
     let mut sorted: Vec<_> = pairs.iter().collect();
     sorted.sort_by_key(|pair| (pair.layer, pair.target));
     sorted
 }
 
-fn mismatch(pair: &AuditedPair, what: &'static str, found: u64, expected: u64) -> WeightsError {
+pub(crate) fn mismatch(
+    pair: &AuditedPair,
+    what: &'static str,
+    found: u64,
+    expected: u64,
+) -> WeightsError {
     WeightsError::PairMismatch {
         path: pair.path.clone(),
         what,

@@ -5,7 +5,10 @@ use lora_config::{AdapterConfig, FindingLevel, ModelSpec};
 /// What is audited, and against what.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
-    pub(super) store: &'a AdapterStore,
+    /// Every tensor; a [`TensorId`] is a position here.
+    pub(super) tensors: &'a [TensorMeta],
+    /// Holds their values; `None` where only the header is there.
+    pub(super) values: Option<&'a AdapterStore>,
     /// `None` where the config was refused: what the tensors alone tell is still said.
     pub(super) config: Option<&'a AdapterConfig>,
     pub(super) spec: &'a ModelSpec,
@@ -14,7 +17,7 @@ pub(super) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub(super) fn tensor(&self, id: TensorId) -> &'a TensorMeta {
-        self.store.tensor(id)
+        &self.tensors[id.0]
     }
 
     pub(super) fn name(&self, id: TensorId) -> &'a str {

@@ -67,7 +67,7 @@ impl Inventory {
     /// Sorts every tensor of the store.
     pub(super) fn take(context: Context<'_>, findings: &mut Findings) -> Self {
         let mut inventory = Self::default();
-        for index in 0..context.store.tensors().len() {
+        for index in 0..context.tensors.len() {
             inventory.sort(context, TensorId(index), findings);
         }
         inventory.sum_up(context, findings);
@@ -171,7 +171,7 @@ impl Inventory {
             let message = format!(
                 "wrapper segments (torch.compile, FSDP) taken off {} of {} names, this one first",
                 self.renamed.len(),
-                context.store.tensors().len()
+                context.tensors.len()
             );
             findings.warn(AuditReason::Renamed, Some(context.name(first)), message);
         }

@@ -23,10 +23,10 @@ pub use pair::{AuditedPair, OutputRows, PairSource, StackedPair};
 pub use reason::AuditReason;
 pub use report::{AdapterBytes, AuditReport, OverlayRows, OverlayTableRows};
 
-use crate::store::{Weights, open_config, open_weights, several_adapters};
+use crate::store::{open_config, open_weights, several_adapters};
 use crate::{
-    AdapterStore, ExpertProj, LoraTarget, PoolSpec, StoreError, TensorId, WeightsError,
-    expert_router_bytes, pool_slot_bytes,
+    AdapterManifest, AdapterStore, ExpertProj, LoraTarget, PoolSpec, StoreError, TensorId,
+    TensorMeta, WeightManifest, WeightsError, expert_router_bytes, pool_slot_bytes,
 };
 use context::{Context, Findings};
 use inventory::Inventory;
@@ -44,17 +44,59 @@ pub fn audit_adapter(
     spec: &ModelSpec,
     pool: &PoolSpec,
 ) -> AuditReport {
+    audit_parsed(Tensors::of_store(store), config, spec, pool)
+}
+
+/// Audits what is known of an adapter before its data: the header of its weights, and its config. A config that is refused is
+/// a finding too.
+///
+/// No value is read, and the warning `values-unread` says so: NaN, infinity and an adapter that changes nothing are found once
+/// the data is there. Everything else is as [`audit_adapter`] finds it.
+pub fn audit_manifest(
+    manifest: &AdapterManifest,
+    options: &ParseOptions,
+    spec: &ModelSpec,
+    pool: &PoolSpec,
+) -> AuditReport {
+    let mut findings = Findings::default();
+    let config = parsed_config(Ok(manifest.config_json.clone()), options, &mut findings);
+    let tensors = Tensors {
+        adapter: manifest.location.clone(),
+        ..Tensors::of_manifest(&manifest.weights)
+    };
+    audit(
+        tensors,
+        Against {
+            config: config.as_ref(),
+            spec,
+            pool,
+        },
+        findings,
+    )
+}
+
+/// [`audit_adapter`] of a header alone.
+pub(crate) fn audit_weights_manifest(
+    weights: &WeightManifest,
+    config: &AdapterConfig,
+    spec: &ModelSpec,
+    pool: &PoolSpec,
+) -> AuditReport {
+    audit_parsed(Tensors::of_manifest(weights), config, spec, pool)
+}
+
+fn audit_parsed(
+    tensors: Tensors<'_>,
+    config: &AdapterConfig,
+    spec: &ModelSpec,
+    pool: &PoolSpec,
+) -> AuditReport {
     let mut findings = Findings::default();
     findings
         .0
         .extend(config.warnings().iter().cloned().map(Finding::from));
-    let context = Context {
-        store,
-        config: Some(config),
-        spec,
-        pool,
-    };
-    audit(context, findings)
+    let config = Some(config);
+    audit(tensors, Against { config, spec, pool }, findings)
 }
 
 /// Opens the adapter folder `dir` and audits it; a file that cannot be read and a config that is refused are findings too.
@@ -81,7 +123,12 @@ pub fn audit_dir(
         return refused(findings);
     }
     match open_weights(dir) {
-        Ok(weights) => audit_weights(dir, weights, (config, spec, pool), findings),
+        Ok(weights) => {
+            let store = AdapterStore::from_parts(String::new(), weights, dir);
+            let config = config.as_ref();
+            let against = Against { config, spec, pool };
+            audit(Tensors::of_store(&store), against, findings)
+        }
         Err(error) => {
             findings.0.push(Finding::from(&error));
             let mut report = refused(findings);
@@ -91,20 +138,39 @@ pub fn audit_dir(
     }
 }
 
-fn audit_weights(
-    dir: &Path,
-    weights: Weights,
-    (config, spec, pool): (Option<AdapterConfig>, &ModelSpec, &PoolSpec),
-    findings: Findings,
-) -> AuditReport {
-    let store = AdapterStore::from_parts(String::new(), weights, dir);
-    let context = Context {
-        store: &store,
-        config: config.as_ref(),
-        spec,
-        pool,
-    };
-    audit(context, findings)
+/// The tensors that are audited, and whose they are.
+struct Tensors<'a> {
+    adapter: String,
+    metas: &'a [TensorMeta],
+    values: Option<&'a AdapterStore>,
+}
+
+impl<'a> Tensors<'a> {
+    fn of_store(store: &'a AdapterStore) -> Self {
+        Self {
+            adapter: store
+                .path()
+                .map_or_else(String::new, |path| path.display().to_string()),
+            metas: store.tensors(),
+            values: Some(store),
+        }
+    }
+
+    fn of_manifest(weights: &'a WeightManifest) -> Self {
+        Self {
+            adapter: String::new(),
+            metas: weights.tensors(),
+            values: None,
+        }
+    }
+}
+
+/// What tensors are audited against. No config where it was refused.
+#[derive(Clone, Copy)]
+struct Against<'a> {
+    config: Option<&'a AdapterConfig>,
+    spec: &'a ModelSpec,
+    pool: &'a PoolSpec,
 }
 
 fn parsed_config(
@@ -138,8 +204,17 @@ fn parsed_config(
     }
 }
 
-fn audit(context: Context<'_>, mut findings: Findings) -> AuditReport {
-    let tensors = context.store.tensors().len();
+fn audit(tensors: Tensors<'_>, against: Against<'_>, mut findings: Findings) -> AuditReport {
+    let Against { config, spec, pool } = against;
+    let context = Context {
+        tensors: tensors.metas,
+        values: tensors.values,
+        config,
+        spec,
+        pool,
+    };
+    let adapter = tensors.adapter;
+    let tensors = context.tensors.len();
     if tensors == 0 {
         let message = "the file holds no tensor, as after a failed ZeRO-3 save; gather the weights and save again";
         findings.error_all(AuditReason::EmptyAdapter, message);
@@ -160,10 +235,8 @@ fn audit(context: Context<'_>, mut findings: Findings) -> AuditReport {
     let mut ignored = inventory.ignored;
     ignored.sort();
     let mut report = AuditReport {
-        adapter: context
-            .store
-            .path()
-            .map_or_else(String::new, |path| path.display().to_string()),
+        adapter,
+        values_read: context.values.is_some(),
         findings: findings.0,
         tensors,
         applied,
@@ -271,12 +344,16 @@ fn check_values(
     pairs: &[AuditedPair],
     findings: &mut Findings,
 ) {
+    let Some(store) = context.values else {
+        let message = "only the header was read: NaN, infinity and an adapter that changes nothing are found when the data is";
+        return findings.warn(AuditReason::ValuesUnread, None, message);
+    };
     let ignored: BTreeSet<TensorId> = inventory.ignored.iter().copied().collect();
-    let values = scan::scan(context.store, |id| !ignored.contains(&id));
+    let values = scan::scan(store, |id| !ignored.contains(&id));
     for (index, Values { first_bad, .. }) in values.iter().enumerate() {
         let id = TensorId(index);
         if let Some(at) = *first_bad {
-            let value = scan::value_at(context.store, id, at).unwrap_or(f32::NAN);
+            let value = scan::value_at(store, id, at).unwrap_or(f32::NAN);
             let what = if value.is_finite() {
                 ", which is too large for BF16"
             } else {

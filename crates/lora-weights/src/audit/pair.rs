@@ -1,5 +1,5 @@
 use crate::store::Walk;
-use crate::{AdapterStore, LoraTarget, StackedLayout, TensorId};
+use crate::{AdapterStore, LoraTarget, StackedLayout, TensorId, TensorMeta};
 use half::bf16;
 use lora_config::LoraBLayout;
 
@@ -91,13 +91,8 @@ impl PairSource {
     /// # Panics
     /// If `store` is not the one that was audited, or `dst` is too short.
     pub fn read_a(&self, store: &AdapterStore, dst: &mut [bf16]) {
-        match self {
-            Self::Whole { a, .. } => {
-                let [rank, k_in] = dims2(store, *a);
-                store.read_rows_bf16(*a, 0..rank, dst, k_in);
-            }
-            Self::Stacked(pair) => pair.read_a(store, dst),
-        }
+        let (id, walk) = self.a_walk(store.tensors());
+        store.walk_bf16(id, &walk, dst);
     }
 
     /// Reads B as BF16, row `i` into `dst[i * dst_stride..][..r]`; `dst_stride` is in elements. What lies between the rows is not
@@ -106,26 +101,42 @@ impl PairSource {
     /// # Panics
     /// If `store` is not the one that was audited, or `dst` is too short.
     pub fn read_b(&self, store: &AdapterStore, dst: &mut [bf16], dst_stride: usize) {
+        let (id, walk) = self.b_walk(store.tensors(), dst_stride);
+        store.walk_bf16(id, &walk, dst);
+    }
+
+    /// The tensor that A's values are in, and the walk over it that gives A's rows without a gap.
+    pub(crate) fn a_walk(&self, tensors: &[TensorMeta]) -> (TensorId, Walk) {
         match self {
-            Self::Whole { b, .. } => {
-                let [n_out, _] = dims2(store, *b);
-                store.read_rows_bf16(*b, 0..n_out, dst, dst_stride);
-            }
-            Self::Stacked(pair) => pair.read_b(store, dst, dst_stride),
+            Self::Whole { a, .. } => (*a, whole(tensors, *a, None)),
+            Self::Stacked(pair) => pair.a_walk(tensors),
+        }
+    }
+
+    /// The tensor that B's values are in, and the walk over it that gives B's rows `dst_stride` elements apart.
+    pub(crate) fn b_walk(&self, tensors: &[TensorMeta], dst_stride: usize) -> (TensorId, Walk) {
+        match self {
+            Self::Whole { b, .. } => (*b, whole(tensors, *b, Some(dst_stride))),
+            Self::Stacked(pair) => pair.b_walk(tensors, dst_stride),
         }
     }
 }
 
 impl StackedPair {
-    fn read_a(&self, store: &AdapterStore, dst: &mut [bf16]) {
+    fn a_walk(&self, tensors: &[TensorMeta]) -> (TensorId, Walk) {
         match self.layout {
             StackedLayout::AIn => {
-                let [_, k_in] = dims2(store, self.a);
-                let first = self.expert * self.rank;
-                store.read_rows_bf16(self.a, first..first + self.rank, dst, k_in);
+                let [_, k_in] = dims2(tensors, self.a);
+                let walk = Walk {
+                    start: self.expert * self.rank * k_in,
+                    counts: [self.rank, k_in],
+                    src: [k_in, 1],
+                    dst: [k_in, 1],
+                };
+                (self.a, walk)
             }
             StackedLayout::AOut => {
-                let [k_in, columns] = dims2(store, self.b);
+                let [k_in, columns] = dims2(tensors, self.b);
                 let (first, step) = self.b_columns();
                 let walk = Walk {
                     start: first,
@@ -133,16 +144,16 @@ impl StackedPair {
                     src: [columns, step],
                     dst: [1, k_in],
                 };
-                store.walk_bf16(self.b, &walk, dst);
+                (self.b, walk)
             }
         }
     }
 
-    fn read_b(&self, store: &AdapterStore, dst: &mut [bf16], dst_stride: usize) {
+    fn b_walk(&self, tensors: &[TensorMeta], dst_stride: usize) -> (TensorId, Walk) {
         let OutputRows { start, step, count } = self.rows;
         match self.layout {
             StackedLayout::AIn => {
-                let [_, columns] = dims2(store, self.b);
+                let [_, columns] = dims2(tensors, self.b);
                 let (first, column_step) = self.b_columns();
                 let walk = Walk {
                     start: start * columns + first,
@@ -150,17 +161,17 @@ impl StackedPair {
                     src: [step * columns, column_step],
                     dst: [dst_stride, 1],
                 };
-                store.walk_bf16(self.b, &walk, dst);
+                (self.b, walk)
             }
             StackedLayout::AOut => {
-                let [_, n_out] = dims2(store, self.a);
+                let [_, n_out] = dims2(tensors, self.a);
                 let walk = Walk {
                     start: self.expert * self.rank * n_out + start,
                     counts: [self.rank, count],
                     src: [n_out, step],
                     dst: [1, dst_stride],
                 };
-                store.walk_bf16(self.a, &walk, dst);
+                (self.a, walk)
             }
         }
     }
@@ -174,9 +185,20 @@ impl StackedPair {
     }
 }
 
+/// Every element of a matrix, rows `dst_stride` elements apart, or without a gap.
+fn whole(tensors: &[TensorMeta], id: TensorId, dst_stride: Option<usize>) -> Walk {
+    let [rows, columns] = dims2(tensors, id);
+    Walk {
+        start: 0,
+        counts: [rows, columns],
+        src: [columns, 1],
+        dst: [dst_stride.unwrap_or(columns), 1],
+    }
+}
+
 /// Shape of a matrix that the audit let through.
-fn dims2(store: &AdapterStore, id: TensorId) -> [usize; 2] {
-    match *store.tensor(id).shape.as_slice() {
+fn dims2(tensors: &[TensorMeta], id: TensorId) -> [usize; 2] {
+    match *tensors[id.0].shape.as_slice() {
         [rows, columns] => [rows, columns],
         ref shape => panic!("a matrix of shape {shape:?}"),
     }

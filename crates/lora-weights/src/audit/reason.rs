@@ -61,6 +61,8 @@ pub enum AuditReason {
     StackedRankMismatch,
     /// Error: tensors of several adapters in one file, or several adapters where one is asked for.
     TooManyAdapters,
+    /// Error, of a landing plan alone: values that copies of rows do not bring into their place.
+    LandingGeometry,
     /// Error: a pool that cannot be laid out.
     BadPool,
     /// Warning: a `rank_pattern` or `alpha_pattern` key that matches nothing in the file.
@@ -69,6 +71,8 @@ pub enum AuditReason {
     PatternOverlap,
     /// Warning: tensors for modules that the config does not target; they are applied.
     UndeclaredTarget,
+    /// Warning: only the header was there, so that no value was looked at.
+    ValuesUnread,
     /// Warning: every B is zero.
     NoEffect,
     /// Warning: some experts of a projection are adapted and others are not.
@@ -81,7 +85,7 @@ pub enum AuditReason {
 
 impl AuditReason {
     /// Every reason.
-    pub const ALL: [Self; 35] = [
+    pub const ALL: [Self; 37] = [
         Self::DuplicateTensor,
         Self::UnpairedTensor,
         Self::ShapeMismatch,
@@ -109,10 +113,12 @@ impl AuditReason {
         Self::StackedLayoutAmbiguous,
         Self::StackedRankMismatch,
         Self::TooManyAdapters,
+        Self::LandingGeometry,
         Self::BadPool,
         Self::UnmatchedPattern,
         Self::PatternOverlap,
         Self::UndeclaredTarget,
+        Self::ValuesUnread,
         Self::NoEffect,
         Self::ExpertsMissing,
         Self::Renamed,
@@ -149,10 +155,12 @@ impl AuditReason {
             Self::StackedLayoutAmbiguous => "stacked-layout-ambiguous",
             Self::StackedRankMismatch => "stacked-rank-mismatch",
             Self::TooManyAdapters => "too-many-adapters",
+            Self::LandingGeometry => "landing-geometry",
             Self::BadPool => "bad-pool",
             Self::UnmatchedPattern => "unmatched-pattern",
             Self::PatternOverlap => "pattern-overlap",
             Self::UndeclaredTarget => "undeclared-target",
+            Self::ValuesUnread => "values-unread",
             Self::NoEffect => "no-effect",
             Self::ExpertsMissing => "experts-missing",
             Self::Renamed => "renamed",

@@ -48,6 +48,9 @@ pub struct AuditReport {
     pub adapter: String,
     /// Findings, errors first, each in the order found.
     pub findings: Vec<Finding>,
+    /// Whether every value was looked at. Where only a header was there, `values-unread` is among the findings, and what loads
+    /// is audited again with its values.
+    pub values_read: bool,
     /// Tensors in the file.
     pub tensors: usize,
     /// Tensors applied.

@@ -21,7 +21,8 @@ pub struct LoraAdapterInput<'a> {
     pub config: &'a AdapterConfig,
     /// At startup: never a victim of promotion. Not read by other verbs.
     pub pinned: bool,
-    /// What [`LoraWeights::audit`] of the same pool said of the same store; audited again where `None`.
+    /// What [`LoraWeights::audit`] of the same pool said of the same store; audited again where `None`, and where that audit saw
+    /// no values.
     pub report: Option<&'a AuditReport>,
     /// What the slot will own beside its pairs.
     extensions: Extensions,
@@ -117,8 +118,8 @@ impl LoraWeights {
     /// The report of an adapter that loads.
     fn accepted(&self, adapter: &LoraAdapterInput<'_>) -> Result<AuditReport, WeightsError> {
         let report = match adapter.report {
-            Some(report) => report.clone(),
-            None => self.audit(adapter),
+            Some(report) if report.values_read => report.clone(),
+            _ => self.audit(adapter),
         };
         if report.ok() {
             return Ok(report);

@@ -1,7 +1,9 @@
 //! The folders, and what is expected of each.
 
 use lora_config::{ConfigError, ModelSpec, ParseOptions};
-use lora_weights::{AuditReport, ExpertPoolSpec, ModuleSet, PoolSpec, audit_dir};
+use lora_weights::{
+    AdapterManifest, AuditReport, ExpertPoolSpec, ModuleSet, PoolSpec, WeightManifest, audit_dir,
+};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -135,6 +137,17 @@ impl Case {
             Ok(spec) => audit_dir(&self.adapter(), &ParseOptions::default(), &spec, pool),
             Err(error) => AuditReport::unknown_model(&*self.name, &error),
         }
+    }
+
+    /// Config and header; `None` where the case is about files that give none.
+    pub(crate) fn manifest(&self) -> Option<AdapterManifest> {
+        let file = std::fs::read(self.adapter().join("adapter_model.safetensors")).ok()?;
+        let config = std::fs::read_to_string(self.adapter().join("adapter_config.json")).ok()?;
+        Some(AdapterManifest {
+            location: self.adapter().display().to_string(),
+            config_json: config,
+            weights: WeightManifest::parse(&file, file.len() as u64).ok()?,
+        })
     }
 
     /// Tensors recorded beside the case, as F32.

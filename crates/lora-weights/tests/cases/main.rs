@@ -4,7 +4,7 @@ mod case;
 mod golden;
 
 use case::{Case, NOT_APPLIED, REFUSED, pool, show};
-use lora_weights::AuditedPair;
+use lora_weights::{AuditedPair, audit_manifest};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -69,6 +69,30 @@ fn every_damaged_case_is_refused_for_what_is_wrong_with_it() {
     });
     let unlisted: Vec<String> = unlisted.map(|case| case.name).collect();
     assert_eq!(unlisted, Vec::<String>::new());
+}
+
+#[test]
+fn a_header_alone_gives_every_finding_but_those_about_values() {
+    let about_values = ["non-finite-weights", "no-effect", "tied-lora-mismatch"];
+    let mut compared = 0;
+    for case in Case::all() {
+        let (Some(manifest), Ok(spec)) = (case.manifest(), case.spec()) else {
+            continue;
+        };
+        let options = Default::default();
+        let header = audit_manifest(&manifest, &options, &spec, &pool());
+        let whole = case.audit(&pool());
+        assert!(whole.values_read && !header.values_read);
+        let mut wanted = whole.findings.clone();
+        wanted.retain(|finding| !about_values.contains(&&*finding.reason));
+        let mut found = header.findings.clone();
+        found.retain(|finding| finding.reason != "values-unread");
+        assert_eq!(found.len() + 1, header.findings.len(), "{}", case.name);
+        assert_eq!(found, wanted, "{}", case.name);
+        assert_eq!(header.pairs, whole.pairs, "{}", case.name);
+        compared += 1;
+    }
+    assert!(compared >= 90, "{compared} cases have a header");
 }
 
 #[test]
