@@ -2,6 +2,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod faulty;
+pub mod peer;
+
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensors, TensorView, serialize_to_file};
 use serde_json::Value;

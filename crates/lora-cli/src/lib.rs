@@ -27,7 +27,7 @@ pub mod verify;
 pub use error::CliError;
 
 use clap::{Parser, Subcommand};
-use indicatif::ProgressBar;
+use indicatif::{ProgressBar, ProgressStyle};
 use lora_runtime::config::Levers;
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -44,6 +44,8 @@ pub struct Console<'a> {
     pub interactive: bool,
     /// Levers, as read from the environment.
     pub levers: Levers,
+    /// Settings of cloud providers' stores, as read from the environment.
+    pub store_settings: Vec<(String, String)>,
 }
 
 impl<'a> Console<'a> {
@@ -54,6 +56,7 @@ impl<'a> Console<'a> {
             err,
             interactive: false,
             levers: Levers::default(),
+            store_settings: Vec::new(),
         }
     }
 }
@@ -65,6 +68,15 @@ impl Console<'_> {
             ProgressBar::new(length)
         } else {
             ProgressBar::hidden()
+        }
+    }
+
+    /// A bar over the bytes of a transfer where a person watches, else nothing.
+    pub(crate) fn transfer(&self, bytes: u64) -> ProgressBar {
+        let template = "{bar:40} {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}";
+        match ProgressStyle::with_template(template) {
+            Ok(style) => self.bar(bytes).with_style(style),
+            Err(_) => self.bar(bytes),
         }
     }
 
@@ -108,7 +120,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Say everything there is to say of an adapter folder; exit 1 if it would not load.
+    /// Say everything there is to say of an adapter, in a folder or at a URL; exit 1 if it would not load.
     Audit(commands::audit::Options),
     /// Bytes that a pool takes for a model, a rank and a slot count, and what fits in a memory size.
     Plan(commands::plan::Options),

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use lora_cli::{Console, run};
-use lora_runtime::config::{LEVER_PREFIX, Levers};
+use lora_runtime::config::{LEVER_PREFIX, Levers, store_settings_from_env};
 use std::io::{IsTerminal, stderr, stdout};
 use std::process::ExitCode;
 
@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         err: &mut stderr(),
         interactive,
         levers,
+        store_settings: store_settings_from_env(),
     };
     ExitCode::from(run(std::env::args_os(), &mut console))
 }

@@ -134,12 +134,16 @@ impl LoadOptions {
     /// `asked`, else the largest rank that the adapter's own config names, at most [`MAX_RANK`]. A config that
     /// cannot be parsed gives [`MAX_RANK`]: its audit says what is wrong with it.
     pub fn max_rank_for(&self, adapter: &Path, asked: Option<u32>) -> u32 {
-        let own = || -> Option<u32> {
-            let text = read_json(&adapter.join("adapter_config.json")).ok()?;
-            let config = parse_peft_adapter_config(&text, &self.parse_options()).ok()?;
-            Some(largest_rank(&config).min(MAX_RANK))
-        };
-        asked.or_else(own).unwrap_or(MAX_RANK)
+        asked.unwrap_or_else(|| {
+            let text = read_json(&adapter.join("adapter_config.json"));
+            text.map_or(MAX_RANK, |text| self.own_rank(&text))
+        })
+    }
+
+    /// The largest rank that the text of a config names, at most [`MAX_RANK`], and [`MAX_RANK`] where it cannot be parsed.
+    pub(crate) fn own_rank(&self, config: &str) -> u32 {
+        parse_peft_adapter_config(config, &self.parse_options())
+            .map_or(MAX_RANK, |config| largest_rank(&config).min(MAX_RANK))
     }
 }
 

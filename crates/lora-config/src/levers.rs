@@ -116,6 +116,18 @@ impl LeverSettings {
     }
 }
 
+/// Variables of the process that configure stores of cloud providers (`AWS_...`, `GOOGLE_...`, `AZURE_...`), as their own tools
+/// read them. A value that is not UTF-8 is left out.
+pub fn store_settings_from_env() -> Vec<(String, String)> {
+    const PREFIXES: [&str; 3] = ["AWS_", "GOOGLE_", "AZURE_"];
+    let variables = std::env::vars_os().filter_map(|(name, value)| {
+        let (name, value) = (name.into_string().ok()?, value.into_string().ok()?);
+        let of_store = PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        of_store.then_some((name, value))
+    });
+    variables.collect()
+}
+
 /// A prefix and where its variables come from.
 struct Variables<'a, L> {
     prefix: &'a str,

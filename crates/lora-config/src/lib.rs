@@ -34,7 +34,7 @@
 //!
 //! # What it must not know
 //! Tensors, devices, and files other than the ones it parses. Parsers take text: who read it, and from where, is the
-//! caller's affair. The environment is read in [`LeverSettings::from_env`] and nowhere else in the workspace.
+//! caller's affair. The environment is read in [`LeverSettings::from_env`] and [`store_settings_from_env`] and nowhere else in the workspace.
 //!
 //! # Untrusted input
 //! Adapter folders come from strangers. No text makes a parser panic; texts over 16 MiB are refused before they are
@@ -57,7 +57,7 @@ pub use adapter::{
     parse_peft_adapter_config, validate_peft_config,
 };
 pub use error::{ConfigError, ConfigFinding, FindingLevel};
-pub use levers::{LEVER_PREFIX, LeverSettings, Levers};
+pub use levers::{LEVER_PREFIX, LeverSettings, Levers, store_settings_from_env};
 pub use model::{
     AttentionKind, FfnKind, GateUpOrder, LayerSpec, LinearAttentionSpec, LinearInputs, MAX_EXPERTS,
     MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelFamily, ModelSpec, MoeSpec, StackedAxes,

@@ -4,7 +4,7 @@ use lora_config::{ConfigError, FfnKind};
 use lora_kernels::KernelError;
 use lora_moe::MoeError;
 use lora_overlay::OverlayError;
-use lora_weights::{LoraModule, StoreError, VictimError, WeightsError};
+use lora_weights::{HeaderError, LoraModule, StoreError, VictimError, WeightsError};
 
 /// Why the runtime refused or failed.
 #[derive(Debug, thiserror::Error)]
@@ -20,6 +20,23 @@ pub enum RuntimeError {
         adapter: String,
         /// What is wrong, with the file's name.
         source: Box<StoreError>,
+    },
+    /// Tensors in memory that are no adapter's.
+    #[error("adapter `{adapter}`: {source}")]
+    Tensors {
+        /// Name that the adapter was to be loaded under.
+        adapter: String,
+        /// What is wrong, with the tensor's name.
+        source: HeaderError,
+    },
+    /// An adapter could not be read from a store or a peer. No slot was touched.
+    #[cfg(feature = "source")]
+    #[error("adapter `{adapter}`: {source}")]
+    Source {
+        /// Name that the adapter was to be loaded under.
+        adapter: String,
+        /// What is wrong, with the file's URL.
+        source: Box<lora_weights::source::SourceError>,
     },
     /// An adapter's config is refused.
     #[error("adapter `{adapter}`: {source}")]

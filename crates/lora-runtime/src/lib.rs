@@ -15,6 +15,8 @@ mod layers;
 mod metrics;
 mod options;
 mod overlays;
+#[cfg(feature = "source")]
+mod remote;
 mod report;
 mod runtime;
 mod sites;

@@ -11,8 +11,9 @@ use lora_kernels::{
 use lora_moe::{ExpertTables, ExpertTablesSpec};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
-    AdapterSlot, AuditReport, LoraAdapterInput, LoraWeights, PoolLayout, PoolSpec, SlotLease,
-    SlotTarget, Unloaded, WeightsError, audit_adapter, select_victim_slot,
+    AdapterSlot, AdapterStore, AuditReport, LoraAdapterInput, LoraWeights, MemoryTensor,
+    PoolLayout, PoolSpec, SlotLease, SlotTarget, Unloaded, WeightsError, audit_adapter,
+    select_victim_slot,
 };
 use parking_lot::Mutex;
 use std::path::Path;
@@ -131,12 +132,72 @@ impl LoraRuntime {
         Adapter::open(name, dir, &self.parse)
     }
 
+    /// An adapter of tensors that the engine holds in memory, as a training loop has them after each step, with the text of its
+    /// `adapter_config.json`. Nothing is copied and no file is written; loading it audits it as it audits a file, and swapping it
+    /// into the slot of its own name gives the slot a new generation, and so a new prefix-cache key.
+    ///
+    /// ```
+    /// use lora_runtime::config::{BackendKind, ModelSpec};
+    /// use lora_runtime::weights::MemoryTensor;
+    /// use lora_runtime::{LoraRuntime, RuntimeOptions};
+    ///
+    /// let model = ModelSpec::from_hf_config(
+    ///     r#"{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    ///         "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 48}"#,
+    /// )?;
+    /// let mut options = RuntimeOptions::new(2, 8);
+    /// options.pool.policy.allow_rotation = true; // a step replaces what was loaded at startup
+    /// let lora = LoraRuntime::open(BackendKind::Host, model, options)?;
+    ///
+    /// let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_rslora": false, "target_modules": ["v_proj"]}"#;
+    /// let path = "base_model.model.model.layers.0.self_attn.v_proj";
+    /// let policy = |step: f32| {
+    ///     lora.adapter_in_memory("policy", config, [
+    ///         MemoryTensor::from_f32(format!("{path}.lora_A.weight"), [2, 32], &[0.25; 64]),
+    ///         MemoryTensor::from_f32(format!("{path}.lora_B.weight"), [16, 2], &[step; 32]),
+    ///     ])
+    /// };
+    /// lora.load(&[policy(0.5)?])?;
+    /// let key = lora.adapter_id(0);
+    /// let slot = lora.swap(0, &policy(0.75)?)?; // audited and packed while the former step still serves
+    /// assert_eq!((slot.name(), slot.generation()), ("policy", 1));
+    /// assert_ne!(lora.adapter_id(0), key);
+    /// assert!(lora.swap(0, &policy(f32::NAN)?).is_err()); // refused: the slot goes on serving the step before
+    /// assert_eq!(lora.adapter_id(0), slot.adapter_id());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`RuntimeError::Tensors`] for two tensors of one name, or bytes that do not fit shape and dtype;
+    /// [`RuntimeError::AdapterConfig`] for a config that is refused.
+    pub fn adapter_in_memory(
+        &self,
+        name: impl Into<String>,
+        config_json: impl Into<String>,
+        tensors: impl IntoIterator<Item = MemoryTensor>,
+    ) -> Result<Adapter, RuntimeError> {
+        let name = name.into();
+        match AdapterStore::from_tensors(config_json, tensors) {
+            Ok(store) => Adapter::from_store(name, store, &self.parse),
+            Err(source) => Err(RuntimeError::Tensors {
+                adapter: name,
+                source,
+            }),
+        }
+    }
+
     /// Everything there is to say of an adapter for this pool. Touches no device. Rows and tables of the vocabulary load once
     /// [`serve_tables`](Self::serve_tables) has said what they replace.
     pub fn audit(&self, adapter: &Adapter) -> AuditReport {
+        let pool = self.audited_pool();
+        audit_adapter(adapter.store(), adapter.config(), self.model(), &pool)
+    }
+
+    /// The pool that adapters are audited for: with rows of the vocabulary once something applies them.
+    pub(crate) fn audited_pool(&self) -> PoolSpec {
         let mut pool = *self.weights.pool();
         pool.policy.overlays = self.overlays().is_some();
-        audit_adapter(adapter.store(), adapter.config(), self.model(), &pool)
+        pool
     }
 
     /// [`audit`](Self::audit) of an adapter that loads: an engine refuses a bad one where it is named rather than at its first request.
@@ -387,8 +448,13 @@ impl LoraRuntime {
         Ok(input)
     }
 
+    /// What this runtime asserts beside adapter configs.
+    pub fn parse_options(&self) -> &ParseOptions {
+        &self.parse
+    }
+
     /// Counts a refusal on its way out.
-    fn refused(&self, error: WeightsError) -> RuntimeError {
+    pub(crate) fn refused(&self, error: WeightsError) -> RuntimeError {
         let report = match &error {
             WeightsError::Refused { report, .. } => Some(&**report),
             _ => None,

@@ -7,7 +7,7 @@ use crate::pack::{Place, in_order, mismatch, place_of, unit_count};
 use crate::store::Walk;
 use crate::{
     AdapterAb, AuditReason, AuditReport, AuditedPair, Finding, LoraTarget, PoolLayout, PoolSpec,
-    SlotPairs, TensorDtype, TensorId, WeightManifest, WeightsError,
+    SlotPairs, TensorDtype, TensorId, WeightManifest, WeightsError, padded_rank,
 };
 use lora_config::{
     AdapterConfig, ConfigError, FindingLevel, ModelSpec, ParseOptions, parse_peft_adapter_config,
@@ -45,7 +45,7 @@ pub struct LandRequest<'a> {
     pub config: &'a AdapterConfig,
     /// The model that the pool is laid out for.
     pub model: &'a ModelSpec,
-    /// The pool; `max_rank` of it, rounded to the granule, is what rows of B are padded to.
+    /// The pool.
     pub pool: &'a PoolSpec,
 }
 
@@ -61,7 +61,7 @@ pub struct LandPlace<'a> {
 /// One strided copy that brings a matrix of a pair to its place: `rows` rows of `row_bytes` bytes.
 ///
 /// A is one row, since its rows are contiguous on both sides. B's rows are `dst_stride` apart, the padded rank; where that is
-/// the true rank it is one row too. What no target covers (rows of A and columns of B past the true rank, modules that are not
+/// the true rank, B is one row too. What no target covers (rows of A and columns of B past the true rank, modules that are not
 /// adapted) must be zero.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LandTarget {
@@ -79,7 +79,7 @@ pub struct LandTarget {
     pub rank: u32,
     /// The matrix' other side: columns of A, rows of B.
     pub width: u32,
-    /// Padded rank.
+    /// The true rank rounded to the granule: rows of A, and elements from one row of B to the next.
     pub max_rank: u32,
     /// First byte, counted from the start of the file.
     pub src_offset: u64,
@@ -253,9 +253,9 @@ fn land(
     place: &Place,
     base: DevicePtr,
 ) -> [LandTarget; 2] {
-    let max_rank = place.max_rank as usize;
+    let max_rank = padded_rank(pair.rank);
     let a = pair.source.a_walk(weights.tensors());
-    let b = pair.source.b_walk(weights.tensors(), max_rank);
+    let b = pair.source.b_walk(weights.tensors(), max_rank as usize);
     let sides = [
         (AdapterAb::A, a, place.a, place.k_in),
         (AdapterAb::B, b, place.b, place.n_out),
@@ -278,7 +278,7 @@ fn land(
             path: pair.path.clone(),
             rank: pair.rank,
             width,
-            max_rank: place.max_rank,
+            max_rank,
             src_offset: weights.range(tensor).start + bytes(walk.start),
             src_stride: bytes(if one { columns } else { walk.src[0] }),
             dst: base.offset(offset),

@@ -4,6 +4,8 @@
 //! | step | here | touches |
 //! |---|---|---|
 //! | open the files | [`AdapterStore`] | the folder, mapped |
+//! | from a peer or an object store | `source` (feature `source`) | the network |
+//! | know a file before its data | [`WeightManifest`], [`audit_manifest`], [`build_land_targets`] | nothing |
 //! | place every tensor, check every value | [`audit_adapter`], [`audit_dir`] | nothing |
 //! | lay a pool out | [`PoolLayout`] | nothing |
 //! | pack a slot image | [`pack_adapter`] | staging memory |
@@ -64,6 +66,8 @@ mod pairs;
 mod pool;
 mod routing;
 mod slots;
+#[cfg(feature = "source")]
+pub mod source;
 mod store;
 
 pub use audit::{

@@ -2,7 +2,9 @@
 
 use crate::{adapter, model, rotating, routed_q, runtime};
 use lora_runtime::config::RuntimeConfig;
-use lora_runtime::weights::{BASE_ADAPTER_ID, BASE_SLOT, Unloaded, WeightsError};
+use lora_runtime::weights::{
+    BASE_ADAPTER_ID, BASE_SLOT, MemoryTensor, TensorId, Unloaded, WeightsError,
+};
 use lora_runtime::{LoraRuntime, RuntimeError, RuntimeOptions};
 use lora_tests::case_dir;
 
@@ -216,4 +218,63 @@ fn adapter_that_cannot_be_opened_is_named() {
         refused.to_string().contains("zero") && refused.to_string().contains("config-r"),
         "{refused}"
     );
+}
+
+#[test]
+fn a_training_step_in_memory_serves_as_its_file_does_and_replaces_the_step_before() {
+    let lora = runtime("llama_plain", rotating());
+    let file = adapter(&lora, "llama_plain");
+    let step = |edit: &dyn Fn(&str, &mut Vec<u8>)| {
+        let store = file.store();
+        let tensors = store.tensors().iter().enumerate().map(|(at, meta)| {
+            let mut bytes = store.tensor_bytes(TensorId(at)).to_vec();
+            edit(&meta.name, &mut bytes);
+            MemoryTensor::new(meta.name.clone(), meta.dtype, meta.shape.clone(), bytes)
+        });
+        let tensors: Vec<_> = tensors.collect();
+        lora.adapter_in_memory("policy", store.config_json(), tensors)
+            .expect("a good config")
+    };
+    lora.load(&[step(&|_, _| ())]).expect("loads");
+    lora.promote(&file).expect("a slot is free");
+    let rows = routed_q(&lora, &[0, 1]);
+    assert_eq!(
+        routed_q(&lora, &[0, 0])[0],
+        rows[0],
+        "rows depend on their adapter alone"
+    );
+    assert_eq!(
+        routed_q(&lora, &[1, 0])[0],
+        rows[0],
+        "memory and file agree"
+    );
+    let key = lora.adapter_id(0);
+
+    let negated = step(&|name, bytes| {
+        if name.contains("lora_B") {
+            // F32, little-endian: the sign is the highest bit of the last byte.
+            bytes.chunks_exact_mut(4).for_each(|value| value[3] ^= 0x80);
+        }
+    });
+    let slot = lora.swap(0, &negated).expect("nobody holds it");
+    assert_eq!((slot.name(), slot.generation()), ("policy", 1));
+    assert_ne!(lora.adapter_id(0), key);
+    let stepped = routed_q(&lora, &[0, 1]);
+    assert_ne!(stepped[0], rows[0]);
+    assert_eq!(stepped[1], rows[1], "the other slot is as it was");
+
+    let diverged = step(&|_, bytes| bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
+    let refused = lora.swap(0, &diverged).expect_err("a NaN in every tensor");
+    assert!(
+        matches!(&refused, RuntimeError::Weights(WeightsError::Refused { report, .. }) if report.errors().count() == 28),
+        "{refused}"
+    );
+    assert_eq!(routed_q(&lora, &[0, 1]), stepped);
+    assert_eq!(lora.adapter_id(0), slot.adapter_id());
+
+    let cut = MemoryTensor::from_f32("x", [2, 3], &[0.0; 5]);
+    let error = lora
+        .adapter_in_memory("policy", "{}", [cut])
+        .expect_err("five of six values");
+    assert!(matches!(error, RuntimeError::Tensors { .. }), "{error}");
 }

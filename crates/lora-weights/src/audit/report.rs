@@ -103,6 +103,15 @@ impl AuditReport {
         }
     }
 
+    /// The report of an adapter that could not be read: the one finding that says why.
+    pub fn unreadable(adapter: impl Into<String>, why: impl Into<Finding>) -> Self {
+        Self {
+            adapter: adapter.into(),
+            findings: vec![why.into()],
+            ..Self::default()
+        }
+    }
+
     /// Puts errors first, keeping their order.
     pub(super) fn sort_findings(&mut self) {
         self.findings.sort_by_key(|finding| finding.level);

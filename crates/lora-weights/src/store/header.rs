@@ -12,7 +12,7 @@ use std::fmt;
 use std::ops::Range;
 
 /// Bytes before the header: its length, little-endian.
-pub(super) const LENGTH_BYTES: u64 = 8;
+pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// The format's own limit for a header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;

@@ -11,8 +11,12 @@ mod tests;
 
 pub(crate) use convert::Walk;
 pub use error::{HeaderError, StoreError};
+#[cfg(feature = "source")]
+pub(crate) use header::LENGTH_BYTES;
 pub use header::{HeaderEntry, parse_safetensors_header};
 pub use manifest::WeightManifest;
+#[cfg(feature = "source")]
+pub(crate) use open::{CONFIG, MAX_CONFIG_BYTES, OTHER_WEIGHTS, WEIGHTS};
 pub(crate) use open::{open_config, open_weights, several_adapters};
 pub use tensor::{OtherDtype, TensorDtype, TensorId, TensorMeta};
 

@@ -6,14 +6,17 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-const CONFIG: &str = "adapter_config.json";
-const WEIGHTS: &str = "adapter_model.safetensors";
+pub(crate) const CONFIG: &str = "adapter_config.json";
+pub(crate) const WEIGHTS: &str = "adapter_model.safetensors";
 const PICKLE: &str = "adapter_model.bin";
 const SHARD_INDEX: &str = "adapter_model.safetensors.index.json";
 const MLX: &str = "adapters.safetensors";
 
+/// Files of weights in formats that do not load, the likeliest first.
+pub(crate) const OTHER_WEIGHTS: [&str; 3] = [SHARD_INDEX, PICKLE, MLX];
+
 /// Far over any config that PEFT writes; a pattern for each expert of a large model takes less.
-const MAX_CONFIG_BYTES: u64 = 16 << 20;
+pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Reads the config's text.
 pub(crate) fn open_config(dir: &Path) -> Result<String, StoreError> {
@@ -111,15 +114,14 @@ pub(crate) fn several_adapters(dir: &Path) -> Option<StoreError> {
 }
 
 fn missing_weights(dir: &Path, path: PathBuf) -> StoreError {
-    let there = |name: &str| Some(dir.join(name)).filter(|p| p.exists());
-    if let Some(path) = there(SHARD_INDEX) {
-        StoreError::Sharded { path }
-    } else if let Some(path) = there(PICKLE) {
-        StoreError::Pickle { path }
-    } else if let Some(path) = there(MLX) {
-        StoreError::Mlx { path }
-    } else {
-        StoreError::MissingWeights { path }
+    let other = OTHER_WEIGHTS
+        .into_iter()
+        .find(|name| dir.join(name).exists());
+    match other.map(|name| (name, dir.join(name))) {
+        None => StoreError::MissingWeights { path },
+        Some((SHARD_INDEX, path)) => StoreError::Sharded { path },
+        Some((PICKLE, path)) => StoreError::Pickle { path },
+        Some((_, path)) => StoreError::Mlx { path },
     }
 }
 
