@@ -4,6 +4,7 @@
 
 mod attributes;
 mod comments;
+mod doc_links;
 mod doc_names;
 mod environment;
 mod functions;
@@ -67,7 +68,7 @@ struct Rule {
     check: fn(&Workspace) -> Vec<Violation>,
 }
 
-const RULES: [Rule; 15] = [
+const RULES: [Rule; 16] = [
     Rule {
         name: "layers",
         check: layers::check,
@@ -119,6 +120,10 @@ const RULES: [Rule; 15] = [
     Rule {
         name: "public-items",
         check: stale::check_public_items,
+    },
+    Rule {
+        name: "doc-links",
+        check: doc_links::check,
     },
     Rule {
         name: "doc-names",
