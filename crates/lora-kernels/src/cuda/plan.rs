@@ -267,7 +267,7 @@ fn xa_pitch(max_rank: u32) -> u32 {
 /// How a grouping of rows is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupPlan {
-    /// One block that sorts up to [`MAX_GROUP_THREADS`] rows, or several that count.
+    /// One block that sorts up to `MAX_GROUP_THREADS` rows, or several that count.
     pub launch: KernelPlan<Kernel>,
     /// Entries whose counts fit in shared memory; more entries take more passes over the rows. Not used where rows are sorted.
     pub capacity: u32,
