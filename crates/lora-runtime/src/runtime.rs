@@ -11,11 +11,12 @@ use lora_kernels::{
 use lora_moe::{ExpertTables, ExpertTablesSpec};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
-    AdapterSlot, AdapterStore, AuditReport, LoraAdapterInput, LoraWeights, MemoryTensor,
-    PoolLayout, PoolSpec, SlotLease, SlotTarget, Unloaded, WeightsError, audit_adapter,
-    select_victim_slot,
+    AdapterManifest, AdapterSlot, AdapterStore, AuditReport, LandTarget, LandingInput,
+    LoraAdapterInput, LoraWeights, MemoryTensor, PoolLayout, PoolSpec, SlotLease, SlotTarget,
+    StagedAdapter, Unloaded, WeightsError, audit_adapter, select_victim_slot,
 };
 use parking_lot::Mutex;
+use std::error::Error;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -267,6 +268,43 @@ impl LoraRuntime {
         Ok(slot)
     }
 
+    /// Brings an adapter into a slot whose bytes `land` brings: an engine's own transport (RDMA), or
+    /// `RemoteAdapter::land` of `lora_weights::source`. `land` gets the copies to make and the slot's image in staging
+    /// memory; see [`LoraWeights::stage_landed`]. BF16 adapters without rows of the vocabulary can come so; the others as an
+    /// [`Adapter`] (`fetch_adapter`).
+    ///
+    /// # Errors
+    /// [`RuntimeError::AdapterConfig`], and as [`LoraWeights::stage_landed`] and [`LoraWeights::pack_store_into_slot`]: until the upload
+    /// begins no slot is touched.
+    pub fn land<F>(
+        &self,
+        name: &str,
+        manifest: &AdapterManifest,
+        target: SlotTarget,
+        land: F,
+    ) -> Result<Arc<AdapterSlot>, RuntimeError>
+    where
+        F: FnOnce(&[LandTarget], &mut [u8]) -> Result<(), Box<dyn Error + Send + Sync>>,
+    {
+        let _span = tracing::info_span!("lora_land", adapter = name).entered();
+        let config =
+            manifest
+                .config(&self.parse)
+                .map_err(|source| RuntimeError::AdapterConfig {
+                    adapter: name.to_owned(),
+                    source,
+                })?;
+        let mut input = LandingInput::new(name, &manifest.weights, &config);
+        if let Some(tables) = &self.experts {
+            input = input.with_extension(Arc::clone(tables) as Arc<_>);
+        }
+        let staged = self
+            .weights
+            .stage_landed(&input, land)
+            .map_err(|error| self.refused(error))?;
+        self.bring_in_staged(staged, target)
+    }
+
     /// Makes `slot` active and returns the slot that was. Pairs are to be installed again ([`layer`](Self::layer)).
     ///
     /// # Errors
@@ -415,6 +453,15 @@ impl LoraRuntime {
             .weights
             .stage(&self.input(adapter, &report)?)
             .map_err(|error| self.refused(error))?;
+        self.bring_in_staged(staged, target)
+    }
+
+    /// Uploads and commits, and counts what came of it.
+    fn bring_in_staged(
+        &self,
+        staged: StagedAdapter,
+        target: SlotTarget,
+    ) -> Result<Arc<AdapterSlot>, RuntimeError> {
         let bytes = staged.image_bytes() as u64;
         let residents = self.weights.adapter_names();
         let slot = self

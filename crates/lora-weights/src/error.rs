@@ -232,6 +232,15 @@ pub enum WeightsError {
         expected: u64,
     },
 
+    /// Bytes that were to land in staging memory did not. No slot was touched.
+    #[error("adapter `{adapter}` did not land, and no slot was touched: {source}")]
+    Landing {
+        /// The adapter.
+        adapter: String,
+        /// The transport's own error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+
     /// Land targets that do not make the pairs of the config they are rebuilt by.
     #[error(
         "REJECT[landing-geometry]: {path}: {what} is {found}, not {expected}: plan the landing again from the adapter's own config"

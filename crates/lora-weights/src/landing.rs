@@ -12,6 +12,7 @@ use crate::{
 use lora_config::{
     AdapterConfig, ConfigError, FindingLevel, ModelSpec, ParseOptions, parse_peft_adapter_config,
 };
+use std::ops::Range;
 
 /// An adapter as far as it is known before its data: its config, and what the header of its weights says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +96,37 @@ pub struct LandTarget {
     pub rows: u64,
 }
 
+impl LandTarget {
+    /// Bytes of the file from the first that is copied to the last.
+    pub fn source(&self) -> Range<u64> {
+        let last = self.rows.saturating_sub(1);
+        self.src_offset..self.src_offset + last * self.src_stride + self.row_bytes
+    }
+
+    /// Copies as much of the target as lies in `piece`, the bytes of the file from `start` on, into `memory`, whose first byte has
+    /// address 0: pieces may come in any order and end anywhere.
+    ///
+    /// # Panics
+    /// Where `memory` does not hold the destination.
+    pub fn copy_piece(&self, start: u64, piece: &[u8], memory: &mut [u8]) {
+        let end = start + piece.len() as u64;
+        let first = start.saturating_sub(self.src_offset) / self.src_stride.max(1);
+        for row in first..self.rows {
+            let from = self.src_offset + row * self.src_stride;
+            let (low, high) = (from.max(start), (from + self.row_bytes).min(end));
+            if from >= end {
+                break;
+            }
+            if low < high {
+                let to = self.dst.0 + row * self.dst_stride + (low - from);
+                // Inside two buffers that exist.
+                let bytes = &piece[(low - start) as usize..(high - start) as usize];
+                memory[to as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+        }
+    }
+}
+
 /// Plans the landing of an adapter into a slot: for each matrix of each pair one copy, in (layer, target) order, A before B.
 /// Touches no device.
 ///
@@ -102,8 +134,8 @@ pub struct LandTarget {
 /// need rounding), stacked experts that would have to be transposed or gathered element by element, and rows of the vocabulary
 /// are refused as `landing-geometry`. A store or a source takes all of them.
 ///
-/// The values are not seen here. An engine that lands bytes checks them for NaN and infinity before a request can reach the
-/// slot, as [`LoraWeights`](crate::LoraWeights) does for everything that comes through it.
+/// The values are not seen here. An engine with a pool of its own checks them for NaN and infinity before a request can reach the
+/// slot; for slots of [`LoraWeights`](crate::LoraWeights), [`stage_landed`](crate::LoraWeights::stage_landed) does.
 ///
 /// # Errors
 /// [`WeightsError::Refused`] with everything that the audit finds, `landing-geometry` among it;
@@ -112,6 +144,13 @@ pub fn build_land_targets(
     request: LandRequest<'_>,
     place: LandPlace<'_>,
 ) -> Result<Vec<LandTarget>, WeightsError> {
+    let layout = PoolLayout::new(request.model, request.pool)?;
+    let report = accept(request)?;
+    plan(request.weights, &report, &layout, place)
+}
+
+/// What the audit says of an adapter that copies of rows bring to its place.
+pub(crate) fn accept(request: LandRequest<'_>) -> Result<AuditReport, WeightsError> {
     let LandRequest {
         name,
         weights,
@@ -119,17 +158,26 @@ pub fn build_land_targets(
         model,
         pool,
     } = request;
-    let layout = PoolLayout::new(model, pool)?;
     let mut report = audit_weights_manifest(weights, config, model, pool);
     if report.ok() {
         check_geometry(weights, &mut report);
     }
-    if !report.ok() {
-        return Err(WeightsError::Refused {
-            adapter: name.to_owned(),
-            report: Box::new(report),
-        });
+    if report.ok() {
+        return Ok(report);
     }
+    Err(WeightsError::Refused {
+        adapter: name.to_owned(),
+        report: Box::new(report),
+    })
+}
+
+/// The copies of an accepted adapter.
+pub(crate) fn plan(
+    weights: &WeightManifest,
+    report: &AuditReport,
+    layout: &PoolLayout,
+    place: LandPlace<'_>,
+) -> Result<Vec<LandTarget>, WeightsError> {
     let (needed, free) = (unit_count(&report.pairs), place.units.len() as u64);
     if needed > free {
         return Err(WeightsError::ExpertRegionFull {
@@ -141,7 +189,7 @@ pub fn build_land_targets(
     let mut units = place.units.iter();
     let mut targets = Vec::with_capacity(2 * report.pairs.len());
     for pair in in_order(&report.pairs) {
-        let at = place_of(pair, &layout)?;
+        let at = place_of(pair, layout)?;
         let base = if at.in_unit {
             *units.next().ok_or_else(|| mismatch(pair, "pairs", 1, 0))?
         } else {

@@ -2,13 +2,14 @@
 
 mod common;
 
-use common::{Adapter, Geometry, moe_model, pool, tiny_model};
+use common::{Adapter, Geometry, SlotBytes, World, assert_serves, moe_model, pool, tiny_model};
 use lora_config::{AdapterConfig, ModelSpec, ParseOptions, parse_peft_adapter_config};
 use lora_weights::device::DevicePtr;
 use lora_weights::{
-    AdapterAb, AdapterStore, LandPlace, LandRequest, LandTarget, MemoryTensor, PackSource,
-    PoolLayout, PoolSpec, TensorDtype, TensorId, WeightManifest, WeightsError, audit_adapter,
-    build_land_targets, image_bytes, pack_adapter, padded_rank, rebuild_slot_layers,
+    AdapterAb, AdapterStore, LandPlace, LandRequest, LandTarget, LandingInput, MemoryTensor,
+    PackSource, PoolLayout, PoolSpec, SlotTarget, TensorDtype, TensorId, WeightManifest,
+    WeightsError, audit_adapter, build_land_targets, image_bytes, pack_adapter, padded_rank,
+    rebuild_slot_layers,
 };
 use safetensors::tensor::TensorView;
 
@@ -344,4 +345,107 @@ fn experts_need_a_unit_each() {
             ..
         })
     ));
+}
+
+/// Brings `file` to the targets in pieces of `bytes`, the last first.
+fn in_pieces(file: &[u8], targets: &[LandTarget], image: &mut [u8], bytes: usize) {
+    let pieces: Vec<_> = file.chunks(bytes).enumerate().collect();
+    for (at, piece) in pieces.into_iter().rev() {
+        for target in targets {
+            target.copy_piece((at * bytes) as u64, piece, image);
+        }
+    }
+}
+
+#[test]
+fn landed_bytes_go_through_the_transaction_of_every_adapter_however_they_come() {
+    let World(memory, weights, _, fresh) = &World::new();
+    let file = file_of(&fresh.store);
+    let manifest = manifest(&file);
+    let input = LandingInput::new("d", &manifest, &fresh.config);
+    for bytes in [1, 7, 64, 1 << 20] {
+        let staged = weights.stage_landed(&input, |targets, image| {
+            in_pieces(&file, targets, image, bytes);
+            Ok(())
+        });
+        let staged = staged.unwrap();
+        let mut findings = staged.report().findings.iter();
+        assert!(staged.report().values_read);
+        assert!(findings.all(|finding| finding.reason != "values-unread"));
+        weights
+            .pack_store_into_slot(SlotTarget::Slot(1), staged)
+            .unwrap();
+        assert_serves(weights, memory, 1, fresh);
+    }
+}
+
+#[test]
+fn a_landing_that_fails_or_brings_a_nan_touches_no_slot_and_leaks_nothing() {
+    let World(memory, weights, resident, fresh) = &World::new();
+    let file = file_of(&fresh.store);
+    let manifest = manifest(&file);
+    let input = LandingInput::new("d", &manifest, &fresh.config);
+    let before = (
+        SlotBytes::read_all(weights, memory),
+        memory.totals().used,
+        weights.expert_units(),
+    );
+    let same = || {
+        let now = (
+            SlotBytes::read_all(weights, memory),
+            memory.totals().used,
+            weights.expert_units(),
+        );
+        assert!(now == before);
+        assert!(memory.totals().staging_buffers <= 1);
+        assert_serves(weights, memory, 1, &resident[1]);
+    };
+    let dies = weights.stage_landed(&input, |targets, image| {
+        in_pieces(&file[..file.len() / 2], targets, image, 64);
+        Err("the peer is gone".into())
+    });
+    let error = dies.unwrap_err();
+    assert!(
+        matches!(&error, WeightsError::Landing { adapter, .. } if adapter == "d"),
+        "{error}"
+    );
+    assert!(
+        error
+            .to_string()
+            .ends_with("no slot was touched: the peer is gone")
+    );
+    same();
+
+    let last = TensorId(manifest.tensors().len() - 1);
+    let mut bad = file.clone();
+    let at = manifest.range(last).start as usize + 2 * 5;
+    bad[at..at + 2].copy_from_slice(&half::bf16::NAN.to_le_bytes());
+    let refused = weights.stage_landed(&input, |targets, image| {
+        in_pieces(&bad, targets, image, 64);
+        Ok(())
+    });
+    let WeightsError::Refused { report, .. } = refused.unwrap_err() else {
+        panic!("a NaN");
+    };
+    let error = report.errors().next().unwrap();
+    assert_eq!(
+        (error.reason.as_str(), error.tensor.as_deref()),
+        (
+            "non-finite-weights",
+            Some(&*manifest.tensors()[last.0].name)
+        )
+    );
+    assert!(error.message.starts_with("value 5 "), "{error}");
+    same();
+
+    let zero = weights.stage_landed(&input, |_, _| Ok(())).unwrap();
+    let warned: Vec<_> = zero
+        .report()
+        .warnings()
+        .map(|finding| finding.reason.as_str())
+        .collect();
+    assert!(
+        warned.contains(&"no-effect"),
+        "nothing was landed: {warned:?}"
+    );
 }

@@ -1,7 +1,10 @@
 //! A source over a store that the engine has set up.
 
+mod common;
+
+use common::{SlotBytes, World, assert_serves};
 use lora_weights::source::{AdapterSource, FetchProgress, SourceError, SourceOptions};
-use lora_weights::{AdapterStore, TensorId};
+use lora_weights::{AdapterStore, LandingInput, SlotTarget, TensorId, WeightsError};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
@@ -129,4 +132,53 @@ fn ids_do_not_climb_out_of_the_base() {
             "{id}: {error}"
         );
     }
+}
+
+/// The BF16 file that a store's tensors make.
+fn file_of(store: &AdapterStore) -> Vec<u8> {
+    let views = store.tensors().iter().enumerate().map(|(at, meta)| {
+        let bytes = store.tensor_bytes(TensorId(at));
+        let shape = meta.shape.clone();
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::BF16, shape, bytes);
+        (meta.name.clone(), view.unwrap())
+    });
+    safetensors::serialize(views, None).unwrap()
+}
+
+#[test]
+fn a_remote_adapter_lands_straight_in_staging_memory_or_no_slot_is_touched() {
+    let World(memory, weights, resident, fresh) = &World::new();
+    let store = Arc::new(InMemory::new());
+    let path = "d/adapter_model.safetensors";
+    put(
+        &store,
+        "d/adapter_config.json",
+        fresh.store.config_json().into(),
+    );
+    put(&store, path, file_of(&fresh.store));
+    let remote = source(&store, "").adapter("d").unwrap();
+    let config = remote.manifest().config(&Default::default()).unwrap();
+    let input = LandingInput::new("d", &remote.manifest().weights, &config);
+    let land = || {
+        weights.stage_landed(&input, |targets, image| {
+            Ok(remote.land(targets, image, &|_| {})?)
+        })
+    };
+    weights
+        .pack_store_into_slot(SlotTarget::Slot(1), land().unwrap())
+        .unwrap();
+    assert_serves(weights, memory, 1, fresh);
+
+    put(&store, path, file_of(&fresh.store));
+    let before = SlotBytes::read_all(weights, memory);
+    let WeightsError::Landing { source, .. } = land().unwrap_err() else {
+        panic!("the object was replaced");
+    };
+    let source = source.downcast::<SourceError>().unwrap();
+    assert!(
+        matches!(*source, SourceError::Changed { what: "ETag", .. }),
+        "{source}"
+    );
+    assert!(SlotBytes::read_all(weights, memory) == before);
+    assert_serves(weights, memory, 2, &resident[2]);
 }

@@ -2,7 +2,7 @@
 
 use crate::{cases, id, remote, runtime, small_pieces};
 use lora_runtime::RuntimeError;
-use lora_runtime::weights::source::{SourceError, fetch_adapter_manifest};
+use lora_runtime::weights::source::{AdapterSource, SourceError, fetch_adapter_manifest};
 use lora_runtime::weights::{TensorId, WeightsError};
 use lora_tests::case_dir;
 use lora_tests::peer::Peer;
@@ -170,4 +170,83 @@ fn a_source_may_be_read_from_within_an_engines_own_runtime() {
             .len()
     });
     assert_eq!(tensors, 28);
+}
+
+#[test]
+fn a_landed_adapter_serves_as_the_one_it_was_made_of_and_f32_is_refused() {
+    use lora_runtime::weights::{AdapterStore, SlotTarget};
+    use safetensors::Dtype;
+    use safetensors::tensor::TensorView;
+    let lora = runtime("llama_plain");
+    let local = lora
+        .adapter("local", &case_dir("llama_plain").join("adapter"))
+        .expect("opens");
+    // The same adapter, rounded to BF16 as packing rounds it.
+    let round = |store: &AdapterStore, at: usize| -> Vec<u8> {
+        let meta = &store.tensors()[at];
+        let mut values = vec![half::bf16::ZERO; meta.shape.iter().product()];
+        store.read_rows_bf16(TensorId(at), 0..meta.shape[0], &mut values, meta.shape[1]);
+        values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect()
+    };
+    let store = local.store();
+    let rounded: Vec<_> = (0..store.tensors().len())
+        .map(|at| round(store, at))
+        .collect();
+    let views = store.tensors().iter().zip(&rounded).map(|(meta, bytes)| {
+        (
+            &meta.name,
+            TensorView::new(Dtype::BF16, meta.shape.clone(), bytes).expect("sizes agree"),
+        )
+    });
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(
+        folder.path().join("adapter_config.json"),
+        store.config_json(),
+    )
+    .expect("is written");
+    safetensors::serialize_to_file(
+        views,
+        None,
+        &folder.path().join("adapter_model.safetensors"),
+    )
+    .expect("is written");
+    let peer = Peer::serving(folder.path());
+    let source = AdapterSource::open(&peer.address(), small_pieces()).expect("a location");
+    let bf16 = source.adapter("").expect("is there");
+    let landed = lora
+        .land(
+            "landed",
+            bf16.manifest(),
+            SlotTarget::Victim,
+            |targets, image| Ok(bf16.land(targets, image, &|_| {})?),
+        )
+        .expect("the peer is honest");
+    let packed = lora.promote(&local).expect("a slot is free");
+    let image = |slot: u32| {
+        let mut bytes = vec![0; lora.weights().layout().bytes().slot as usize];
+        let base = lora.weights().slot_base(slot).expect("in range");
+        lora.kernels()
+            .backend()
+            .download(base, &mut bytes)
+            .expect("is there");
+        bytes
+    };
+    assert_eq!((landed.slot(), packed.slot()), (0, 1));
+    assert!(image(0) == image(1), "landing and packing give one image");
+    assert_eq!(lora.metrics().loads, 2);
+
+    let cases = Peer::serving(&cases());
+    let f32s = remote(&cases.address(), "llama_plain", small_pieces());
+    let refused = lora.land("f32", f32s.manifest(), SlotTarget::Victim, |_, _| {
+        panic!("is not asked")
+    });
+    assert!(
+        refused
+            .expect_err("F32 has to be rounded")
+            .to_string()
+            .contains("REJECT[landing-geometry]")
+    );
 }

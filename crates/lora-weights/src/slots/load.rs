@@ -5,7 +5,7 @@ use super::shared::Shared;
 use super::state::UnloadStep;
 use super::{AdapterSlot, LoraWeights, SlotExtension, SlotTarget, StagedAdapter};
 use crate::device::DeviceMemory;
-use crate::pack::{PackSource, image_bytes, pack_adapter};
+use crate::pack::{PackSource, pack_adapter};
 use crate::{AdapterStore, AuditReport, PoolSpec, WeightsError, audit_adapter};
 use lora_config::{AdapterConfig, ModelSpec};
 use std::sync::Arc;
@@ -137,13 +137,7 @@ impl LoraWeights {
     ) -> Result<StagedAdapter, WeightsError> {
         let _span = tracing::debug_span!("lora_pack", adapter = adapter.name).entered();
         let shared = &self.shared;
-        let image_bytes = image_bytes(&shared.layout, &report.pairs)?;
-        let with_tables = image_bytes
-            .checked_add(shared.layout.tables().image_bytes())
-            .ok_or(WeightsError::LayoutOverflow {
-                what: "a slot image",
-            })?;
-        let mut staging = shared.staging.take(with_tables)?;
+        let (mut staging, image_bytes) = shared.stage_image(&report.pairs)?;
         let source = PackSource {
             store: adapter.store,
             pairs: &report.pairs,

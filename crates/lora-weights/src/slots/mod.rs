@@ -2,6 +2,7 @@
 
 mod adapter;
 mod extensions;
+mod landed;
 mod lease;
 mod load;
 mod lookup;
@@ -18,6 +19,7 @@ mod victim;
 
 pub use adapter::AdapterSlot;
 pub use extensions::SlotExtension;
+pub use landed::LandingInput;
 pub use lease::SlotLease;
 pub use load::{LoraAdapterInput, load_lora_adapters_generic, load_lora_adapters_multi};
 pub use staged::{BeginError, StagedAdapter};

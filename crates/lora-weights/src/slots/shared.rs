@@ -6,7 +6,8 @@ use super::state::{ReleaseStep, SlotStates};
 use super::units::UnitRuns;
 use super::{FreedSlot, Released};
 use crate::device::{DeviceMemory, DevicePtr, LoraPair, MemoryError, StagingBuffer, UploadCopy};
-use crate::{PoolLayout, PoolSpec, WeightsError};
+use crate::pack::image_bytes;
+use crate::{AuditedPair, PoolLayout, PoolSpec, WeightsError};
 use lora_config::ModelSpec;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -59,6 +60,21 @@ impl Shared {
             pool,
             layout,
         })
+    }
+
+    /// A staging buffer for the image of `pairs` and, behind it, its table entries; and the bytes of the image. Its contents are
+    /// unspecified.
+    pub(super) fn stage_image(
+        &self,
+        pairs: &[AuditedPair],
+    ) -> Result<(Box<dyn StagingBuffer>, usize), WeightsError> {
+        let image = image_bytes(&self.layout, pairs)?;
+        let with_tables = image
+            .checked_add(self.layout.tables().image_bytes())
+            .ok_or(WeightsError::LayoutOverflow {
+                what: "a slot image",
+            })?;
+        Ok((self.staging.take(with_tables)?, image))
     }
 
     pub(super) fn slot_base(&self, slot: u32) -> DevicePtr {

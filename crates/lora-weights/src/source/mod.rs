@@ -34,11 +34,14 @@ mod read;
 
 pub use error::SourceError;
 
-use crate::{AdapterManifest, AdapterStore, MemoryTensor};
+use crate::{AdapterManifest, AdapterStore, LandTarget, MemoryTensor};
 use blocking::Blocking;
+use bytes::Bytes;
 use object_store::ObjectStore;
 use object_store::path::Path;
+use pieces::Assembly;
 use read::RemoteFile;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -230,12 +233,62 @@ impl RemoteAdapter {
         let _span = tracing::info_span!("lora_fetch", url = %self.file.url()).entered();
         let shared = &self.shared;
         let weights = &self.manifest.weights;
-        let data = shared.run(shared.fetch(&self.file, weights, progress))?;
+        let mut assembly = Assembly::new(weights);
+        let take = |start, piece: &Bytes| assembly.take(start, piece);
+        shared.run(shared.fetch((&self.file, weights), take, progress))?;
+        let data = assembly.finish();
         let tensors = weights.tensors().iter().zip(data).map(|(meta, data)| {
             MemoryTensor::new(meta.name.clone(), meta.dtype, meta.shape.clone(), data)
         });
         AdapterStore::from_tensors(self.manifest.config_json.clone(), tensors)
             .map_err(|source| self.file.header(source))
+    }
+
+    /// Reads what a landing plan asks for straight into staging memory, as [`stage_landed`](crate::LoraWeights::stage_landed)
+    /// gives it: BF16 adapters take no memory but their slot's image and the reads under way. Reads as [`fetch`](Self::fetch) does.
+    ///
+    /// ```no_run
+    /// # use lora_weights::{LandingInput, LoraWeights, SlotTarget, source::RemoteAdapter};
+    /// # fn promote(weights: &LoraWeights, remote: &RemoteAdapter) -> Result<(), Box<dyn std::error::Error>> {
+    /// let manifest = remote.manifest();
+    /// let config = manifest.config(&Default::default())?;
+    /// let input = LandingInput::new("sql-expert", &manifest.weights, &config);
+    /// let staged = weights.stage_landed(&input, |targets, image| Ok(remote.land(targets, image, &|_| ())?))?;
+    /// weights.pack_store_into_slot(SlotTarget::Victim, staged)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`fetch`](Self::fetch).
+    ///
+    /// # Panics
+    /// Where `image` does not hold the destinations.
+    pub fn land(
+        &self,
+        targets: &[LandTarget],
+        image: &mut [u8],
+        progress: &(dyn Fn(FetchProgress) + Sync),
+    ) -> Result<(), SourceError> {
+        let _span = tracing::info_span!("lora_fetch", url = %self.file.url()).entered();
+        let shared = &self.shared;
+        let mut by_source: Vec<(Range<u64>, &LandTarget)> = targets
+            .iter()
+            .map(|target| (target.source(), target))
+            .collect();
+        by_source.sort_by_key(|(source, _)| source.start);
+        let take = |start: u64, piece: &Bytes| {
+            let end = start + piece.len() as u64;
+            // Targets of one stack overlap, so that only the start is in order.
+            let before_end = by_source.partition_point(|(source, _)| source.start < end);
+            for (_, target) in by_source[..before_end]
+                .iter()
+                .filter(|(source, _)| source.end > start)
+            {
+                target.copy_piece(start, piece, image);
+            }
+        };
+        shared.run(shared.fetch((&self.file, &self.manifest.weights), take, progress))
     }
 }
 

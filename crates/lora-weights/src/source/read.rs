@@ -1,6 +1,6 @@
 //! Reads, each checked: the file, the range, the length, the time.
 
-use super::pieces::{Assembly, plan};
+use super::pieces::plan;
 use super::{FetchProgress, Shared, SourceError};
 use crate::store::{CONFIG, LENGTH_BYTES, MAX_CONFIG_BYTES, OTHER_WEIGHTS, WEIGHTS};
 use crate::{HeaderError, TensorId, WeightManifest};
@@ -212,13 +212,13 @@ impl Shared {
         None
     }
 
-    /// Every tensor's bytes, in the header's order.
+    /// Reads every tensor's bytes, piece by piece in the order in which they come, and hands each to `take` with its place in the file.
     pub(super) async fn fetch(
         &self,
-        file: &RemoteFile,
-        weights: &WeightManifest,
+        (file, weights): (&RemoteFile, &WeightManifest),
+        mut take: impl FnMut(u64, &Bytes) + Send,
         progress: &(dyn Fn(FetchProgress) + Sync),
-    ) -> Result<Vec<Bytes>, SourceError> {
+    ) -> Result<(), SourceError> {
         let pieces = plan(weights, self.options.piece_bytes);
         let total = pieces.iter().map(|piece| piece.end - piece.start).sum();
         let reads = pieces.into_iter().map(|range| async {
@@ -232,14 +232,13 @@ impl Shared {
             Ok((question.range.start, bytes))
         });
         let mut reads = stream::iter(reads).buffer_unordered(self.options.parallel.max(1));
-        let mut assembly = Assembly::new(weights);
         let mut bytes = 0;
         while let Some((start, piece)) = reads.try_next().await? {
             bytes += piece.len() as u64;
-            assembly.take(start, &piece);
+            take(start, &piece);
             progress(FetchProgress { bytes, total });
         }
-        Ok(assembly.finish())
+        Ok(())
     }
 
     /// Asks, and reads the answer to its end, within the time that the options give.
