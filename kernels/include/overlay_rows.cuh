@@ -140,6 +140,7 @@ __device__ __forceinline__ OverlaySlot overlay_of(uint64_t entries, uint32_t slo
 
 __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {
     wait_for_predecessor();
+    let_dependents_start();
     const uint32_t row = blockIdx.x;
     const uint32_t token = __ldcg(reinterpret_cast<const uint32_t*>(p.token_ids) + row);
     const uint32_t slot = p.seq_slot == 0 ? p.slot : __ldcg(reinterpret_cast<const uint32_t*>(p.seq_slot) + row);

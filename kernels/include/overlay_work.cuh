@@ -79,16 +79,14 @@ struct HeadWork {
         const bool present = index < tiles;
         Tile tile{~0u, 0, 0, 0};
         uint32_t before = ~0u;
-        if (present) {
+        // Not only where `present`, which is a load of its own: the list has room for as many.
+        if (index < p.max_tiles) {
             tile = head_tile(p, index);
             before = index == 0 ? ~0u : head_tile(p, index - 1).entry;
         }
         const bool starts_group = present && (index == 0 || before != tile.entry);
-        uint32_t ids = 0;
-        if (present) {
-            const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
-            ids = overlay.ids == 0 ? 0 : overlay.n_override;
-        }
+        const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
+        const uint32_t ids = overlay.ids == 0 ? 0 : overlay.n_override;
         __syncthreads();
         const uint32_t carried = shared.group_start;
         const uint32_t start = block_inclusive_max(starts_group ? tile.first + 1 : 0, carried, shared.warp_values);

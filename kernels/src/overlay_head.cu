@@ -5,6 +5,11 @@ lora_head_split(const __grid_constant__ LogitsParams p) {
     head_logits<HeadSplit>(p);
 }
 
+extern "C" __global__ void __cluster_dims__(kLogitParts, 1, 1) __launch_bounds__(kHeadThreads, 1)
+lora_head_split_low(const __grid_constant__ LogitsParams p) {
+    head_logits<HeadSplitLow>(p);
+}
+
 extern "C" __global__ void __cluster_dims__(kLogitParts, 1, 1) __launch_bounds__(kHeadThreads, 2)
 lora_head_unaligned(const __grid_constant__ LogitsParams p) {
     head_logits<HeadUnaligned>(p);

@@ -60,19 +60,22 @@ pub(crate) const HEAD_THREADS: u32 = 256;
 pub(crate) const HEAD_IDS: u32 = 128;
 
 /// Hidden columns in one asynchronous stage of such a block.
-pub(crate) const HEAD_STAGE_K: u32 = 32;
+pub(crate) const HEAD_STAGE_K: u32 = 64;
 
 /// Hidden rows that a block takes at a time where a cluster shares the hidden size.
 pub(crate) const HEAD_SPLIT_ROWS: u32 = 64;
 
 /// Its asynchronous stages.
-pub(crate) const HEAD_SPLIT_STAGES: u32 = 5;
+pub(crate) const HEAD_SPLIT_STAGES: u32 = 3;
+
+/// The same on a device with less shared memory, and for rows that are not aligned.
+pub(crate) const HEAD_LOW_STAGES: u32 = 2;
 
 /// Hidden rows that a block takes at a time where it has the whole hidden size.
 pub(crate) const HEAD_WIDE_ROWS: u32 = 256;
 
 /// Its asynchronous stages.
-pub(crate) const HEAD_WIDE_STAGES: u32 = 4;
+pub(crate) const HEAD_WIDE_STAGES: u32 = 2;
 
 /// Flag of [`DeltaParams`] and [`LogitsParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
 /// that they may be read before it has finished. Backends set it themselves.

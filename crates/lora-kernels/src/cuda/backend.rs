@@ -8,10 +8,10 @@ use super::plan::{
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{EntryParams, FLAG_TILES_READY, GroupParams};
 use crate::{
-    DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LogitsParams, LoraBackend,
-    ReplaceRowsParams, RowDiffParams, Stream,
+    DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LOGIT_PARTS, LogitsParams,
+    LoraBackend, ReplaceRowsParams, RowDiffParams, Stream,
 };
-use bytemuck::Pod;
+use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{result, sys};
 use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
@@ -30,6 +30,8 @@ pub struct CudaBackend {
     caps: DeviceCaps,
     target: PtxTarget,
     just_grouped: JustGrouped,
+    /// Clusters of the head that the device runs at once.
+    clusters: u32,
 }
 
 // SAFETY: handles are driver-owned names that any thread may use once it has bound the context, which every method does first.
@@ -75,14 +77,24 @@ impl CudaBackend {
             shared_bytes: device.shared_bytes,
             l2_bytes: device.l2_bytes,
         };
-        Ok(Self {
+        let mut backend = Self {
             memory,
             kernels,
             stream,
             caps,
             target,
             just_grouped: JustGrouped::default(),
-        })
+            clusters: 0,
+        };
+        backend.clusters = backend.resident_clusters()?;
+        Ok(backend)
+    }
+
+    /// Clusters of the head that the device runs at once: its multiprocessors over the blocks of a cluster, less where those do not come in
+    /// such groups.
+    fn resident_clusters(&self) -> Result<u32, CudaError> {
+        let plan = plan_head_logits(&LogitsParams::zeroed(), &self.caps, 1);
+        driver::resident_clusters(&self.launch_of(&plan, Stream::OWN), LOGIT_PARTS)
     }
 
     /// The PTX in use.
@@ -128,6 +140,16 @@ impl CudaBackend {
         }
     }
 
+    fn launch_of(&self, plan: &KernelPlan<Kernel>, stream: Stream) -> Launch {
+        Launch {
+            function: self.kernels.function(plan.kernel),
+            grid: plan.grid,
+            block: plan.block,
+            shared_bytes: plan.shared_bytes,
+            stream: self.raw(stream),
+        }
+    }
+
     /// Enqueues a kernel whose one argument is `params`.
     fn enqueue_one<P: Pod>(
         &self,
@@ -152,13 +174,7 @@ impl CudaBackend {
                 limit: self.caps.shared_bytes,
             });
         }
-        let launch = Launch {
-            function: self.kernels.function(launch.kernel),
-            grid: launch.grid,
-            block: launch.block,
-            shared_bytes: launch.shared_bytes,
-            stream: self.raw(stream),
-        };
+        let launch = self.launch_of(launch, stream);
         // SAFETY: callers pass exactly the parameters of the kernel that the plan names. Views of engine memory were vouched for when
         // they were made; pool, tables and scratch are owned by objects that outlive their launches.
         unsafe { driver::launch(&launch, arguments) }
@@ -256,7 +272,7 @@ impl LoraBackend for CudaBackend {
         if !self.just_grouped.take(stream) {
             params.flags |= FLAG_TILES_READY;
         }
-        let launch = plan_head_logits(&params, &self.caps);
+        let launch = plan_head_logits(&params, &self.caps, self.clusters);
         self.enqueue_one(&launch, stream, params)
     }
 

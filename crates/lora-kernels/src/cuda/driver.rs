@@ -147,6 +147,24 @@ pub(super) struct Launch {
     pub(super) stream: sys::CUstream,
 }
 
+impl Launch {
+    /// What the driver takes, with one attribute, which must outlive it.
+    fn config(&self, attribute: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: self.grid[2],
+            blockDimX: self.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes,
+            hStream: self.stream,
+            attrs: attribute,
+            numAttrs: 1,
+        }
+    }
+}
+
 /// Enqueues a kernel with programmatic dependent launch: it may start before its predecessor has finished and waits for it itself.
 ///
 /// # Safety
@@ -162,18 +180,7 @@ pub(super) unsafe fn launch(
             programmaticStreamSerializationAllowed: 1,
         },
     };
-    let config = sys::CUlaunchConfig {
-        gridDimX: launch.grid[0],
-        gridDimY: launch.grid[1],
-        gridDimZ: launch.grid[2],
-        blockDimX: launch.block,
-        blockDimY: 1,
-        blockDimZ: 1,
-        sharedMemBytes: launch.shared_bytes,
-        hStream: launch.stream,
-        attrs: &mut attribute,
-        numAttrs: 1,
-    };
+    let config = launch.config(&mut attribute);
     // SAFETY: `config` and `attribute` live through the call; the caller vouches for the arguments.
     unsafe {
         sys::cuLaunchKernelEx(
@@ -185,6 +192,28 @@ pub(super) unsafe fn launch(
     }
     .result()
     .named("launching a kernel")
+}
+
+/// How many clusters of a kernel, `blocks` blocks each, the device runs at once.
+pub(super) fn resident_clusters(launch: &Launch, blocks: u32) -> Result<u32, CudaError> {
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: blocks,
+                y: 1,
+                z: 1,
+            },
+        },
+    };
+    let config = launch.config(&mut attribute);
+    let mut clusters = 0;
+    // SAFETY: `clusters`, `config` and `attribute` live through the call, and the function is a kernel of a loaded module.
+    unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, launch.function, &config) }
+        .result()
+        .named("asking how many clusters run at once")?;
+    Ok(clusters.max(0) as u32)
 }
 
 /// A strided copy from host to device memory.

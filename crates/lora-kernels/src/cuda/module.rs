@@ -35,15 +35,17 @@ pub enum Kernel {
     ReplaceRows,
     /// Logits of overridden ids, a cluster for up to 64 rows and 128 ids.
     HeadSplit,
+    /// The same with less shared memory.
+    HeadSplitLow,
     /// The same for rows that are not 16-byte aligned.
     HeadUnaligned,
-    /// The same, a block for up to 256 rows and 128 ids.
+    /// The same, a block for more rows and 128 ids.
     HeadWide,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
@@ -58,6 +60,7 @@ impl Kernel {
         Self::GatherRows,
         Self::ReplaceRows,
         Self::HeadSplit,
+        Self::HeadSplitLow,
         Self::HeadUnaligned,
         Self::HeadWide,
     ];
@@ -79,6 +82,7 @@ impl Kernel {
             Self::GatherRows => "lora_gather_rows",
             Self::ReplaceRows => "lora_replace_rows",
             Self::HeadSplit => "lora_head_split",
+            Self::HeadSplitLow => "lora_head_split_low",
             Self::HeadUnaligned => "lora_head_unaligned",
             Self::HeadWide => "lora_head_wide",
         }
@@ -94,7 +98,9 @@ impl Kernel {
             | Self::ExpandMixed64
             | Self::ExpandAny => ModuleName::Expand,
             Self::RowDiff | Self::GatherRows | Self::ReplaceRows => ModuleName::OverlayRows,
-            Self::HeadSplit | Self::HeadUnaligned | Self::HeadWide => ModuleName::OverlayHead,
+            Self::HeadSplit | Self::HeadSplitLow | Self::HeadUnaligned | Self::HeadWide => {
+                ModuleName::OverlayHead
+            }
         }
     }
 }

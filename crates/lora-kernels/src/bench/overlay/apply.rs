@@ -5,6 +5,7 @@ use super::{BLOCK_ROWS, Launches, OverlayShape, OverlayWork};
 use crate::overlay::{
     HeadRows, LogitsMut, OverlayTable, OverlayTokens, SlotOfRow, head_logits, replace_rows,
 };
+use crate::testing::overlay::{ROUNDOFF, logit_miss};
 use crate::testing::{Fill, Rng, Verdict};
 use crate::{
     DeviceBuffer, KernelError, LaunchOptions, LoraBackend, LoraKernels, OverlaySlot, RowGroups,
@@ -18,12 +19,6 @@ const COLD_L2S: u64 = 4;
 
 /// Rows and ids whose logits are compared with the reference.
 const CHECKED: (usize, usize) = (9, 70);
-
-/// BF16's unit roundoff.
-const ROUNDOFF: f64 = 1.0 / 256.0;
-
-/// What FP32 sums may miss by, over the sum of magnitudes.
-const SUM_ERROR: f64 = 1.0 / 16384.0;
 
 /// Overlays of all adapters, and the table that names them.
 struct Copy {
@@ -140,14 +135,8 @@ impl Apply {
         let mut worst = 0_f64;
         for place in (0..self.ids.len()).step_by(self.ids.len() / CHECKED.1 + 1) {
             let weights = self.overlay_row(row % self.adapters, place);
-            let products = x.iter().zip(weights).map(|(x, w)| x.to_f64() * w.to_f64());
-            let (sum, magnitude) = products.fold((0.0, 0.0), |(sum, magnitude), product| {
-                (sum + product, magnitude + f64::abs(product))
-            });
             let found = logits[self.ids[place] as usize].to_f64();
-            let allowed = ROUNDOFF * f64::abs(sum) + SUM_ERROR * magnitude;
-            let miss = (found - sum).abs() / allowed;
-            worst = worst.max(if miss.is_nan() { f64::INFINITY } else { miss });
+            worst = worst.max(logit_miss((x, weights), found, ROUNDOFF));
         }
         Ok(worst)
     }

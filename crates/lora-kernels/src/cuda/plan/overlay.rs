@@ -2,20 +2,17 @@
 
 use crate::cuda::Kernel;
 use crate::params::{
-    GatherRowsParams, HEAD_IDS, HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES, HEAD_STAGE_K, HEAD_THREADS,
-    HEAD_WIDE_ROWS, HEAD_WIDE_STAGES, LOGIT_PARTS, LogitsParams, ROW_THREADS, ReplaceRowsParams,
-    RowDiffParams,
+    GatherRowsParams, HEAD_IDS, HEAD_LOW_STAGES, HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES, HEAD_STAGE_K,
+    HEAD_THREADS, HEAD_WIDE_ROWS, HEAD_WIDE_STAGES, LOGIT_PARTS, LogitsParams, ROW_THREADS,
+    ReplaceRowsParams, RowDiffParams,
 };
 use crate::{DeviceCaps, KernelPlan};
 
 /// Rows of a diff or a gather that a block takes.
 const ROWS_A_BLOCK: u32 = ROW_THREADS / 32;
 
-/// Blocks of a cluster of the head that a multiprocessor runs at once where it has the shared memory.
-const SPLIT_BLOCKS_A_UNIT: u32 = 2;
-
-/// What blocks have of shared memory beside what a plan asks for: the list of work, and the driver's share.
-const STATIC_SHARED: u32 = 3 << 10;
+/// What blocks have of shared memory beside what a plan asks for: the list of work.
+const STATIC_SHARED: u32 = 2 << 10;
 
 fn row_plan(kernel: Kernel, blocks: u32) -> KernelPlan<Kernel> {
     KernelPlan {
@@ -46,22 +43,24 @@ const fn head_bytes(rows: u32, stages: u32) -> u32 {
     stages * (HEAD_IDS + rows) * HEAD_STAGE_K * 2 + rows * HEAD_IDS * 4
 }
 
-/// Plans the head. Overlays change under a captured graph, so the grid is what the device runs at once, whatever they hold.
+/// Plans the head. Overlays change under a captured graph, so the grid is what the device runs at once, whatever they hold: `clusters` is how
+/// many clusters of [`LOGIT_PARTS`] blocks that is.
 ///
 /// A batch of more rows than a cluster takes at a time goes through whole blocks where its overlays are expected to have an item for every
 /// other multiprocessor, and a block has the shared memory.
-pub fn plan_head_logits(params: &LogitsParams, caps: &DeviceCaps) -> KernelPlan<Kernel> {
+pub fn plan_head_logits(
+    params: &LogitsParams,
+    caps: &DeviceCaps,
+    clusters: u32,
+) -> KernelPlan<Kernel> {
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
     let units = caps.units.max(1);
+    let fits = |bytes: u32| bytes + STATIC_SHARED <= caps.shared_bytes;
     let wide_bytes = head_bytes(HEAD_WIDE_ROWS, HEAD_WIDE_STAGES);
     let items = params.expected_ids.min(params.vocab).div_ceil(HEAD_IDS);
-    let wide = aligned
-        && params.rows > HEAD_SPLIT_ROWS
-        && items >= units / 2
-        && wide_bytes + STATIC_SHARED <= caps.shared_bytes;
-    if wide {
+    if aligned && params.rows > HEAD_SPLIT_ROWS && items >= units / 2 && fits(wide_bytes) {
         return KernelPlan {
             kernel: Kernel::HeadWide,
             grid: [units, 1, 1],
@@ -69,19 +68,18 @@ pub fn plan_head_logits(params: &LogitsParams, caps: &DeviceCaps) -> KernelPlan<
             shared_bytes: wide_bytes,
         };
     }
-    let kernel = if aligned {
-        Kernel::HeadSplit
-    } else {
-        Kernel::HeadUnaligned
+    let (kernel, stages) = match aligned {
+        true if fits(head_bytes(HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES)) => {
+            (Kernel::HeadSplit, HEAD_SPLIT_STAGES)
+        }
+        true => (Kernel::HeadSplitLow, HEAD_LOW_STAGES),
+        false => (Kernel::HeadUnaligned, HEAD_LOW_STAGES),
     };
-    let shared_bytes = head_bytes(HEAD_SPLIT_ROWS, HEAD_SPLIT_STAGES);
-    let blocks_a_unit = caps.shared_bytes / (shared_bytes + STATIC_SHARED);
-    let blocks = units * blocks_a_unit.clamp(1, SPLIT_BLOCKS_A_UNIT);
     KernelPlan {
         kernel,
-        grid: [(blocks / LOGIT_PARTS).max(1) * LOGIT_PARTS, 1, 1],
+        grid: [clusters.max(1) * LOGIT_PARTS, 1, 1],
         block: HEAD_THREADS,
-        shared_bytes,
+        shared_bytes: head_bytes(HEAD_SPLIT_ROWS, stages),
     }
 }
 
@@ -113,20 +111,20 @@ mod tests {
     #[test]
     fn nearly_whole_tables_of_many_rows_are_a_product_and_the_rest_is_shared_by_clusters() {
         let h200 = caps(132, 232_448);
-        let kernel = |rows, ids| plan_head_logits(&head(rows, ids), &h200).kernel;
-        assert_eq!(kernel(256, 152_000), Kernel::HeadWide);
-        assert_eq!(kernel(256, 1024), Kernel::HeadSplit);
-        assert_eq!(kernel(1, 152_000), Kernel::HeadSplit);
-        let plan = plan_head_logits(&head(256, 152_000), &h200);
-        assert_eq!((plan.grid, plan.shared_bytes), ([132, 1, 1], 224 << 10));
-        let plan = plan_head_logits(&head(1, 3), &h200);
-        assert_eq!((plan.grid, plan.shared_bytes), ([264, 1, 1], 92 << 10));
+        let plan = |rows, ids| plan_head_logits(&head(rows, ids), &h200, 32);
+        assert_eq!(plan(256, 1024).kernel, Kernel::HeadSplit);
+        assert_eq!(plan(1, 152_000).kernel, Kernel::HeadSplit);
+        let wide = plan(256, 152_000);
+        assert_eq!((wide.kernel, wide.grid), (Kernel::HeadWide, [132, 1, 1]));
+        let split = plan(1, 3);
+        assert_eq!((split.grid, split.shared_bytes), ([128, 1, 1], 104 << 10));
+        assert!(wide.shared_bytes + STATIC_SHARED <= 232_448);
     }
 
     #[test]
-    fn a_gb10_has_one_block_a_unit_and_no_wide_ones() {
-        let plan = plan_head_logits(&head(256, 152_000), &caps(48, 101_376));
-        assert_eq!((plan.kernel, plan.grid), (Kernel::HeadSplit, [48, 1, 1]));
+    fn a_gb10_takes_the_kernel_of_few_stages() {
+        let plan = plan_head_logits(&head(256, 152_000), &caps(48, 101_376), 12);
+        assert_eq!((plan.kernel, plan.grid), (Kernel::HeadSplitLow, [48, 1, 1]));
         assert!(plan.shared_bytes + STATIC_SHARED <= 101_376);
     }
 
@@ -142,18 +140,17 @@ mod tests {
             ..head(1, 1)
         };
         for params in [odd_width, odd_stride] {
-            let plan = plan_head_logits(&params, &h200);
+            let plan = plan_head_logits(&params, &h200, 32);
             assert_eq!(plan.kernel, Kernel::HeadUnaligned);
+            assert!(plan.shared_bytes + STATIC_SHARED <= 101_376);
         }
     }
 
     #[test]
-    fn grids_are_whole_clusters_on_any_device() {
-        for units in 1..200 {
-            for shared in [101_376, 166_912, 232_448] {
-                let plan = plan_head_logits(&head(8, 100), &caps(units, shared));
-                assert!(plan.grid[0] >= 4 && plan.grid[0].is_multiple_of(4));
-            }
+    fn a_grid_is_whole_clusters_and_never_empty() {
+        for clusters in 0..40 {
+            let plan = plan_head_logits(&head(8, 100), &caps(132, 232_448), clusters);
+            assert_eq!(plan.grid[0], clusters.max(1) * 4);
         }
     }
 
