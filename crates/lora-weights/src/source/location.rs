@@ -142,6 +142,17 @@ mod tests {
     }
 
     #[test]
+    #[cfg(not(feature = "aws"))]
+    fn a_store_that_is_not_built_in_names_its_feature() {
+        let error = resolve("s3://bucket/a", &SourceOptions::default());
+        let error = error.err().unwrap().to_string();
+        assert!(
+            error.starts_with("s3://bucket/a: ") && error.contains("aws, gcp and azure"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn passwords_are_refused_and_not_shown() {
         let error = url("http://me:secret@host/a").unwrap_err();
         assert!(error.starts_with("http://host/a: "), "{error}");

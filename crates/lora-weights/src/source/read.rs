@@ -34,8 +34,12 @@ impl RemoteFile {
         }
     }
 
-    /// `now`, which came with an answer, is still this file.
-    fn check(&self, now: &ObjectMeta, tensor: Option<&str>) -> Result<(), SourceError> {
+    /// `now`, which came with an answer about `tensor`, is still this file.
+    fn check(
+        &self,
+        now: &ObjectMeta,
+        tensor: impl FnOnce() -> Option<String>,
+    ) -> Result<(), SourceError> {
         let then = &self.meta;
         let tag = |meta: &ObjectMeta| meta.e_tag.clone().unwrap_or_else(|| "none".to_owned());
         let compared = [
@@ -51,7 +55,7 @@ impl RemoteFile {
             None => Ok(()),
             Some((what, expected, found)) => Err(SourceError::Changed {
                 url: self.url.clone(),
-                tensor: tensor.map(str::to_owned),
+                tensor: tensor(),
                 what,
                 expected,
                 found,
@@ -174,7 +178,7 @@ impl Shared {
         if needed > LENGTH_BYTES {
             question.range = LENGTH_BYTES..needed;
             let (header, now) = self.read(&question, ranged(&question.range)).await?;
-            file.check(&now, None)?;
+            file.check(&now, || None)?;
             prefix = [length, header].concat().into();
         }
         let weights = WeightManifest::parse(&prefix, size).map_err(|e| file.header(e))?;
@@ -278,7 +282,7 @@ async fn read_answer(
 ) -> Result<(Bytes, ObjectMeta), SourceError> {
     let meta = result.meta.clone();
     if let Some((file, _)) = question.known {
-        file.check(&meta, question.tensor_at(question.range.start).as_deref())?;
+        file.check(&meta, || question.tensor_at(question.range.start))?;
     }
     let expected = result.range.end - result.range.start;
     let limit = question.range.end - question.range.start;
