@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod faulty;
+pub mod hostile;
 pub mod peer;
 
 use safetensors::Dtype;

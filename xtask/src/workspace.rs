@@ -109,7 +109,7 @@ pub(crate) struct Workspace {
     pub(crate) rust: Vec<RustFile>,
     /// The root `Cargo.toml`.
     pub(crate) manifest: toml::Table,
-    /// Members' manifests, by path.
+    /// Members' manifests, by path. Not that of `fuzz/`, which is a workspace of its own.
     pub(crate) members: Vec<Manifest>,
 }
 
@@ -139,6 +139,10 @@ impl Workspace {
                 workspace.manifest = text.parse().with_context(|| path.clone())?;
             } else if path.ends_with("/Cargo.toml") {
                 let table: toml::Table = text.parse().with_context(|| path.clone())?;
+                if table.contains_key("workspace") {
+                    // The root of a workspace of its own, which cannot inherit anything from this one.
+                    continue;
+                }
                 let name = table
                     .get("package")
                     .and_then(|p| p.get("name"))
