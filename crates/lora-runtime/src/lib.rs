@@ -12,7 +12,6 @@ mod batch;
 mod error;
 mod experts;
 mod layers;
-mod metrics;
 mod options;
 mod overlays;
 #[cfg(feature = "source")]
@@ -29,9 +28,8 @@ pub use layers::{
     AllReduced, AttentionLayer, FfnInstalled, FfnLora, LayerLora, LinearAttentionLayer,
     LoraMoeWeights,
 };
-pub use metrics::Metrics;
 pub use options::{RuntimeOptions, launch_options, load_policy, module_set, whole_adapter_units};
-pub use report::{OverlayReport, ResidentReport, RuntimeReport};
+pub use report::{OverlayReport, ResidentReport, RuntimeReport, RuntimeSnapshot};
 pub use runtime::{LoraRuntime, plan_expert_tables, plan_scratch};
 pub use sites::ModuleOut;
 

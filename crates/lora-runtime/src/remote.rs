@@ -2,7 +2,7 @@
 
 use crate::{Adapter, LoraRuntime, RuntimeError};
 use lora_weights::source::{FetchProgress, RemoteAdapter};
-use lora_weights::{AuditReport, WeightsError, audit_manifest};
+use lora_weights::{AuditReport, audit_manifest};
 
 impl LoraRuntime {
     /// What can be said of a remote adapter for this pool from its config and header, with no data read. The warning
@@ -19,7 +19,7 @@ impl LoraRuntime {
     /// The call blocks; routing, launches and every other slot go on meanwhile.
     ///
     /// # Errors
-    /// [`WeightsError::Refused`] before any data is asked for, [`RuntimeError::Source`], [`RuntimeError::AdapterConfig`].
+    /// [`WeightsError::Refused`](lora_weights::WeightsError::Refused) before any data is asked for, [`RuntimeError::Source`], [`RuntimeError::AdapterConfig`].
     pub fn fetch_adapter(
         &self,
         name: impl Into<String>,
@@ -27,11 +27,7 @@ impl LoraRuntime {
         progress: &(dyn Fn(FetchProgress) + Sync),
     ) -> Result<Adapter, RuntimeError> {
         let adapter = name.into();
-        let report = self.audit_remote(remote);
-        if !report.ok() {
-            let report = Box::new(report);
-            return Err(self.refused(WeightsError::Refused { adapter, report }));
-        }
+        self.weights().accept(&adapter, self.audit_remote(remote))?;
         match remote.fetch(progress) {
             Ok(store) => Adapter::from_store(adapter, store, self.parse_options()),
             Err(source) => Err(RuntimeError::Source {

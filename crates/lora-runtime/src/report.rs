@@ -1,10 +1,11 @@
 //! What a runtime holds and takes, for an engine to show.
 
 use crate::LoraRuntime;
-use lora_weights::PoolBytes;
+use lora_weights::{Metrics, PoolBytes};
+use serde::Serialize;
 
 /// What the runtime takes on the device, and who lives where.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RuntimeReport {
     /// Bytes of slots, tables and expert region.
@@ -22,7 +23,7 @@ pub struct RuntimeReport {
 }
 
 /// What a resident adapter overrides in the vocabulary.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct OverlayReport {
     /// Rows of the embedding that it replaces.
@@ -38,7 +39,7 @@ pub struct OverlayReport {
 }
 
 /// One resident adapter.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ResidentReport {
     /// Its slot.
@@ -69,7 +70,31 @@ pub struct ResidentReport {
     pub pinned: bool,
 }
 
+/// Everything a runtime tells of itself at one moment, to export: counters that only rise, and what is resident. Serializes as
+/// one object, its fields by these names.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RuntimeSnapshot {
+    /// Loads, evictions, refusals by reason, bytes, times of each stage.
+    pub metrics: Metrics,
+    /// Bytes on the device, and who lives where.
+    pub report: RuntimeReport,
+}
+
 impl LoraRuntime {
+    /// Counters so far: loads, evictions, refusals by reason, bytes, and how long audits, packs, uploads and commits took.
+    pub fn metrics(&self) -> Metrics {
+        self.weights().metrics()
+    }
+
+    /// Counters and residents together, to export.
+    pub fn snapshot(&self) -> RuntimeSnapshot {
+        RuntimeSnapshot {
+            metrics: self.metrics(),
+            report: self.report(),
+        }
+    }
+
     /// What is resident and what it takes.
     pub fn report(&self) -> RuntimeReport {
         let slots = 0..self.weights().layout().slots();

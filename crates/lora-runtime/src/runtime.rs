@@ -1,8 +1,7 @@
 //! The object that an engine holds.
 
-use crate::metrics::Counters;
 use crate::overlays::Vocabulary;
-use crate::{Adapter, Metrics, RoutedBatch, RuntimeError, RuntimeOptions, open_backend};
+use crate::{Adapter, RoutedBatch, RuntimeError, RuntimeOptions, open_backend};
 use bytemuck::Pod;
 use lora_config::{BackendKind, ModelSpec, ParseOptions, RuntimeConfig};
 use lora_kernels::{
@@ -13,7 +12,7 @@ use lora_weights::device::DeviceMemory;
 use lora_weights::{
     AdapterManifest, AdapterSlot, AdapterStore, AuditReport, LandTarget, LandingInput,
     LoraAdapterInput, LoraWeights, MemoryTensor, PoolLayout, PoolSpec, SlotLease, SlotTarget,
-    StagedAdapter, Unloaded, WeightsError, audit_adapter, select_victim_slot,
+    StagedAdapter, Unloaded,
 };
 use parking_lot::Mutex;
 use std::error::Error;
@@ -37,7 +36,6 @@ pub struct LoraRuntime {
     weights: LoraWeights,
     experts: Option<Arc<ExpertTables>>,
     parse: ParseOptions,
-    counters: Counters,
     /// Held while [`acquire`](Self::acquire) promotes.
     promoting: Mutex<()>,
     /// The engine's own tables, once it has registered them.
@@ -61,6 +59,7 @@ impl LoraRuntime {
         // Whether there is something to apply overlays to is for this runtime's own audit to say; slots take no overlay without an extension.
         pool.policy.overlays = true;
         let weights = LoraWeights::new(Arc::clone(&memory), model, pool)?;
+        weights.reserve_staging()?;
         let experts = ExpertTablesSpec::of_layout(weights.layout(), options.expert_residents)
             .map(|spec| ExpertTables::new(memory, spec))
             .transpose()?;
@@ -69,7 +68,6 @@ impl LoraRuntime {
             experts: experts.map(Arc::new),
             kernels: LoraKernels::new(backend, options.launch),
             parse: options.parse,
-            counters: Counters::default(),
             promoting: Mutex::new(()),
             vocabulary: OnceLock::new(),
             row_diff_threshold: options.row_diff_threshold,
@@ -190,8 +188,8 @@ impl LoraRuntime {
     /// Everything there is to say of an adapter for this pool. Touches no device. Rows and tables of the vocabulary load once
     /// [`serve_tables`](Self::serve_tables) has said what they replace.
     pub fn audit(&self, adapter: &Adapter) -> AuditReport {
-        let pool = self.audited_pool();
-        audit_adapter(adapter.store(), adapter.config(), self.model(), &pool)
+        let policy = self.audited_pool().policy;
+        self.weights.audit_under(&adapter.input(), policy)
     }
 
     /// The pool that adapters are audited for: with rows of the vocabulary once something applies them.
@@ -204,16 +202,10 @@ impl LoraRuntime {
     /// [`audit`](Self::audit) of an adapter that loads: an engine refuses a bad one where it is named rather than at its first request.
     ///
     /// # Errors
-    /// [`WeightsError::Refused`] with every finding.
+    /// [`WeightsError::Refused`](lora_weights::WeightsError::Refused) with every finding.
     pub fn check(&self, adapter: &Adapter) -> Result<AuditReport, RuntimeError> {
         let report = self.audit(adapter);
-        if report.ok() {
-            return Ok(report);
-        }
-        Err(self.refused(WeightsError::Refused {
-            adapter: adapter.name().to_owned(),
-            report: Box::new(report),
-        }))
+        Ok(self.weights.accept(adapter.name(), report)?)
     }
 
     /// Fills slots `0..n` at startup; slot 0 is active.
@@ -232,14 +224,7 @@ impl LoraRuntime {
             .iter()
             .map(|(adapter, report)| self.input(adapter, report))
             .collect::<Result<Vec<_>, _>>()?;
-        let loaded = self
-            .weights
-            .load(&inputs)
-            .map_err(|error| self.refused(error))?;
-        let slot_bytes = self.weights.layout().bytes().slot;
-        self.counters.loads.add(loaded.len() as u64);
-        self.counters.bytes.add(slot_bytes * loaded.len() as u64);
-        Ok(loaded)
+        Ok(self.weights.load(&inputs)?)
     }
 
     /// Brings an adapter into a cache slot: the first empty one, else the least recently used one that nobody holds.
@@ -249,11 +234,8 @@ impl LoraRuntime {
     pub fn promote(&self, adapter: &Adapter) -> Result<Arc<AdapterSlot>, RuntimeError> {
         let _span = tracing::info_span!("lora_promote", adapter = adapter.name()).entered();
         // Not worth auditing and packing where there is no slot; the choice itself is made when the image is ready.
-        select_victim_slot(&self.weights.cache_slot_views())
-            .map_err(|error| self.refused(error.into()))?;
-        let slot = self.bring_in(adapter, SlotTarget::Victim)?;
-        self.counters.promotions.add(1);
-        Ok(slot)
+        self.weights.victim()?;
+        self.bring_in(adapter, SlotTarget::Victim)
     }
 
     /// Replaces the contents of a slot as one transaction. Where the slot is active its pairs are to be installed again
@@ -263,9 +245,36 @@ impl LoraRuntime {
     /// As [`LoraWeights::swap`]. After an upload that failed midway the slot is a placeholder.
     pub fn swap(&self, slot: u32, adapter: &Adapter) -> Result<Arc<AdapterSlot>, RuntimeError> {
         let _span = tracing::info_span!("lora_swap", slot, adapter = adapter.name()).entered();
-        let slot = self.bring_in(adapter, SlotTarget::Slot(slot))?;
-        self.counters.swaps.add(1);
-        Ok(slot)
+        self.weights.check_swap(slot)?;
+        self.bring_in(adapter, SlotTarget::Slot(slot))
+    }
+
+    /// Audits an adapter and packs it into staging memory, on the calling thread; no slot and no device is touched. For an engine that
+    /// paces a promotion or a swap itself: [`StagedAdapter::begin`] reserves the slot and starts the upload on a stream of its
+    /// own, [`is_done`](lora_weights::SlotTransaction::is_done) polls it (or [`event`](lora_weights::SlotTransaction::event) is waited
+    /// for), and [`commit`](lora_weights::SlotTransaction::commit), between two steps, makes the adapter visible, all at once. Other
+    /// slots are routed and launched meanwhile.
+    ///
+    /// ```no_run
+    /// use lora_runtime::weights::SlotTarget;
+    /// # fn serve(runtime: &lora_runtime::LoraRuntime, adapter: &lora_runtime::Adapter, mut step: impl FnMut())
+    /// # -> Result<(), lora_runtime::RuntimeError> {
+    /// let staged = runtime.stage(adapter)?; // on any thread
+    /// let swap = staged.begin(SlotTarget::Slot(3)).map_err(|refused| refused.error)?;
+    /// while !swap.is_done().unwrap_or(true) {
+    ///     step();
+    /// }
+    /// let adapter = swap.commit()?; // requests that lease slot 3 from here on get this generation
+    /// # let _ = adapter;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`LoraWeights::stage`].
+    pub fn stage(&self, adapter: &Adapter) -> Result<StagedAdapter, RuntimeError> {
+        let report = self.check(adapter)?;
+        Ok(self.weights.stage(&self.input(adapter, &report)?)?)
     }
 
     /// Brings an adapter into a slot whose bytes `land` brings: an engine's own transport (RDMA), or
@@ -298,11 +307,8 @@ impl LoraRuntime {
         if let Some(tables) = &self.experts {
             input = input.with_extension(Arc::clone(tables) as Arc<_>);
         }
-        let staged = self
-            .weights
-            .stage_landed(&input, land)
-            .map_err(|error| self.refused(error))?;
-        self.bring_in_staged(staged, target)
+        let staged = self.weights.stage_landed(&input, land)?;
+        Ok(self.weights.pack_store_into_slot(target, staged)?)
     }
 
     /// Makes `slot` active and returns the slot that was. Pairs are to be installed again ([`layer`](Self::layer)).
@@ -310,11 +316,7 @@ impl LoraRuntime {
     /// # Errors
     /// As [`LoraWeights::rotate`]: refused while requests hold the old active slot, or where rotation is not permitted.
     pub fn rotate(&self, slot: u32) -> Result<Option<u32>, RuntimeError> {
-        let former = self.weights.rotate(slot)?;
-        if former != Some(slot) {
-            self.counters.rotations.add(1);
-        }
-        Ok(former)
+        Ok(self.weights.rotate(slot)?)
     }
 
     /// Empties a slot, at once or when the last request that holds it has ended.
@@ -322,9 +324,7 @@ impl LoraRuntime {
     /// # Errors
     /// As [`LoraWeights::unload`].
     pub fn unload(&self, slot: u32) -> Result<Unloaded, RuntimeError> {
-        let unloaded = self.weights.unload(slot)?;
-        self.counters.unloads.add(1);
-        Ok(unloaded)
+        Ok(self.weights.unload(slot)?)
     }
 
     /// Holds the adapter that `request` resolves to until the lease is dropped: a slot number, a negative number for the
@@ -437,46 +437,13 @@ impl LoraRuntime {
         }
     }
 
-    /// Counters so far.
-    pub fn metrics(&self) -> Metrics {
-        self.counters.snapshot()
-    }
-
-    /// Stages, uploads and commits, and counts what came of it.
     fn bring_in(
         &self,
         adapter: &Adapter,
         target: SlotTarget,
     ) -> Result<Arc<AdapterSlot>, RuntimeError> {
-        let report = self.check(adapter)?;
-        let staged = self
-            .weights
-            .stage(&self.input(adapter, &report)?)
-            .map_err(|error| self.refused(error))?;
-        self.bring_in_staged(staged, target)
-    }
-
-    /// Uploads and commits, and counts what came of it.
-    fn bring_in_staged(
-        &self,
-        staged: StagedAdapter,
-        target: SlotTarget,
-    ) -> Result<Arc<AdapterSlot>, RuntimeError> {
-        let bytes = staged.image_bytes() as u64;
-        let residents = self.weights.adapter_names();
-        let slot = self
-            .weights
-            .pack_store_into_slot(target, staged)
-            .map_err(|error| self.refused(error))?;
-        if residents
-            .get(slot.slot() as usize)
-            .is_some_and(Option::is_some)
-        {
-            self.counters.evictions.add(1);
-        }
-        self.counters.loads.add(1);
-        self.counters.bytes.add(bytes);
-        Ok(slot)
+        let staged = self.stage(adapter)?;
+        Ok(self.weights.pack_store_into_slot(target, staged)?)
     }
 
     /// An audited adapter with what its slot will own beside its pairs: the one place that attaches extensions.
@@ -498,16 +465,6 @@ impl LoraRuntime {
     /// What this runtime asserts beside adapter configs.
     pub fn parse_options(&self) -> &ParseOptions {
         &self.parse
-    }
-
-    /// Counts a refusal on its way out.
-    pub(crate) fn refused(&self, error: WeightsError) -> RuntimeError {
-        let report = match &error {
-            WeightsError::Refused { report, .. } => Some(&**report),
-            _ => None,
-        };
-        self.counters.refuse(report);
-        error.into()
     }
 }
 

@@ -242,6 +242,9 @@ pub trait DeviceMemory: Send + Sync {
     /// A zeroed staging buffer of `bytes` bytes.
     fn stage(&self, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError>;
 
+    /// Frees staging buffers that are kept for reuse, if any are.
+    fn trim_staging(&self) {}
+
     /// Starts `copies` out of `source`, in order. On an error nothing is known of the destination's contents.
     fn upload(
         &self,

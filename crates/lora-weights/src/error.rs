@@ -291,6 +291,42 @@ pub enum WeightsError {
     },
 }
 
+impl WeightsError {
+    /// A stable word for the kind of refusal, as counters and logs name it. The reasons that an audit knows too are spelled as
+    /// there.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused { .. } => "audit",
+            Self::TooManyAdapters { .. } => "too-many-adapters",
+            Self::NoAdapters => "no-adapters",
+            Self::DuplicateName { .. } => "duplicate-name",
+            Self::AlreadyLoaded { .. } => "already-loaded",
+            Self::BadPoolSpec { .. } => "bad-pool-spec",
+            Self::LayoutOverflow { .. } => "layout-overflow",
+            Self::InsufficientMemory { .. } => "insufficient-memory",
+            Self::Memory(_) => "memory",
+            Self::Upload { .. } => "upload-failed",
+            Self::Extension { .. } => "extension-failed",
+            Self::OverlayWithoutExtension { .. } => "overlay-unapplied",
+            Self::SlotOutOfRange { .. } => "slot-out-of-range",
+            Self::SlotBusy { .. } => "slot-busy",
+            Self::SlotBeingWritten { .. } => "slot-being-written",
+            Self::SlotEmpty { .. } => "slot-empty",
+            Self::GenerationChanged { .. } => "generation-changed",
+            Self::RotationNotPermitted { .. } => "rotation-not-permitted",
+            Self::Victim(VictimError::PoolFull { .. }) => "pool-full",
+            Self::Victim(VictimError::NoCacheSlots) => "no-cache-slots",
+            Self::ExpertRegionFull { .. } => "expert-region-full",
+            Self::PairMismatch { .. } => "pair-mismatch",
+            Self::BadStaging { .. } => "bad-staging",
+            Self::PaddingTooSmall { .. } => "padding-too-small",
+            Self::RowSlotOutOfRange { .. } => "row-slot-out-of-range",
+            Self::LandingGeometry { .. } => "landing-geometry",
+            Self::Landing { .. } => "landing-failed",
+        }
+    }
+}
+
 fn errors_of(report: &AuditReport) -> String {
     let errors: Vec<String> = report.errors().map(ToString::to_string).collect();
     errors.join("; ")

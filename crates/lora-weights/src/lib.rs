@@ -99,10 +99,10 @@ pub use routing::{
     routed_prefill_slot_of, uniform_seq_slots,
 };
 pub use slots::{
-    AdapterSlot, BeginError, FreedSlot, LandingInput, LoraAdapterInput, LoraWeights, Occupancy,
-    Released, SlotExtension, SlotLease, SlotTarget, SlotTransaction, SlotView, StagedAdapter,
-    Unloaded, VictimError, load_lora_adapters_generic, load_lora_adapters_multi,
-    select_victim_slot,
+    AdapterSlot, BeginError, FreedSlot, LandingInput, LoraAdapterInput, LoraWeights, Metrics,
+    Occupancy, Released, SlotExtension, SlotLease, SlotTarget, SlotTransaction, SlotView,
+    StageTimes, StagedAdapter, Unloaded, VictimError, load_lora_adapters_generic,
+    load_lora_adapters_multi, select_victim_slot,
 };
 pub use store::{
     AdapterStore, HeaderEntry, HeaderError, MemoryTensor, OtherDtype, StoreError, TensorDtype,

@@ -60,8 +60,10 @@ pub(super) fn model_config(data: &[u8]) {
     };
     let mut end = 0;
     for region in layout.regions() {
-        assert!(region.a_offset >= end && region.b_offset >= region.a_offset + region.a_bytes());
-        end = region.b_offset + region.b_bytes();
+        let bytes = |side: u32| 2 * u64::from(side) * u64::from(region.max_rank);
+        assert!(region.a_offset >= end);
+        assert!(region.b_offset >= region.a_offset + bytes(region.k_in));
+        end = region.b_offset + bytes(region.n_out);
     }
     assert!(end <= layout.bytes().slot);
 }

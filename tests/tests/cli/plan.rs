@@ -116,6 +116,18 @@ fn quick_bench_times_every_stage() {
         let us = timing["microseconds"].as_f64();
         assert!(us.is_some_and(|us| us > 0.0), "{timing}");
     }
+    let swap = &json["swap"];
+    for part in [
+        "copy_us",
+        "visible_us",
+        "visible_busy_us",
+        "audit_us",
+        "pack_us",
+    ] {
+        assert!(swap[part].as_f64() > Some(0.0), "{part}: {swap}");
+    }
+    assert_eq!(swap["others"][0]["phase"], "no swap");
+    assert!(swap["others"][0]["step_us"]["count"].as_u64() >= Some(5));
     for delta in deltas.iter().chain(experts) {
         assert!(delta["moved_bytes"].as_u64() >= delta["floor_bytes"].as_u64());
     }
@@ -127,6 +139,14 @@ fn quick_bench_times_every_stage() {
     }
     let parts = ["row diff", "gather"].map(|part| &overlays[0]["parts"][part]);
     assert!(parts.iter().all(|us| us.as_f64() > Some(0.0)), "{parts:?}");
+}
+
+#[test]
+fn bench_of_a_swap_says_what_it_costs_others_and_takes_itself() {
+    let output = lora(&["bench", "--quick", "--only", "swap"]);
+    assert_eq!(output.code, 0, "{}", output.err);
+    assert!(output.out.contains("staged to visible"), "{}", output.out);
+    assert!(!output.out.contains("moved/floor"), "{}", output.out);
 }
 
 #[test]

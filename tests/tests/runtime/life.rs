@@ -3,7 +3,7 @@
 use crate::{adapter, model, rotating, routed_q, runtime};
 use lora_runtime::config::RuntimeConfig;
 use lora_runtime::weights::{
-    BASE_ADAPTER_ID, BASE_SLOT, MemoryTensor, TensorId, Unloaded, WeightsError,
+    BASE_ADAPTER_ID, BASE_SLOT, MemoryTensor, SlotTarget, TensorId, Unloaded, WeightsError,
 };
 use lora_runtime::{LoraRuntime, RuntimeError, RuntimeOptions};
 use lora_tests::case_dir;
@@ -58,6 +58,7 @@ fn promotion_evicts_and_every_verb_is_counted() {
     );
     assert_eq!(metrics.refusals, 2);
     assert_eq!(metrics.refusal_reasons.get("non-finite-weights"), Some(&1));
+    assert_eq!(metrics.refusal_reasons.get("pool-full"), Some(&1));
     assert!(metrics.bytes >= 3 * runtime.report().pool.slot);
 }
 
@@ -123,6 +124,45 @@ fn threads_that_acquire_one_name_promote_it_once() {
     });
     assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
     assert_eq!(runtime.metrics().promotions, 1);
+}
+
+#[test]
+fn a_snapshot_says_what_happened_how_long_it_took_and_who_is_there() {
+    let runtime = runtime("llama_plain", rotating());
+    runtime
+        .load(&[adapter(&runtime, "llama_plain")])
+        .expect("loads");
+    let staged = runtime
+        .stage(&adapter(&runtime, "llama_rslora"))
+        .expect("packs");
+    let swap = staged.begin(SlotTarget::Slot(0)).expect("slot 0 is idle");
+    assert!(
+        runtime.lease(0).is_none(),
+        "nobody may hold a slot that is written"
+    );
+    while !swap.is_done().expect("the host does not fail") {
+        std::thread::yield_now();
+    }
+    let swapped = swap.commit().expect("the host does not fail");
+    assert!(runtime.swap(9, &adapter(&runtime, "llama_plain")).is_err());
+    let json = serde_json::to_value(runtime.snapshot()).expect("serializes");
+    let metrics = &json["metrics"];
+    for (counter, count) in [
+        ("loads", 2),
+        ("swaps", 1),
+        ("evictions", 1),
+        ("refusals", 1),
+    ] {
+        assert_eq!(metrics[counter], count, "{counter}: {metrics}");
+    }
+    assert_eq!(metrics["refusal_reasons"]["slot-out-of-range"], 1);
+    for stage in ["audit", "pack", "upload", "commit"] {
+        assert_eq!(metrics[stage]["count"], 2, "{stage}: {metrics}");
+        assert!(metrics[stage]["most_us"].as_u64() <= metrics[stage]["total_us"].as_u64());
+    }
+    let resident = &json["report"]["adapters"][0];
+    assert_eq!(resident["name"], "llama_rslora");
+    assert_eq!(resident["generation"], swapped.generation());
 }
 
 #[test]

@@ -145,8 +145,13 @@ impl LoraBackend for FaultyBackend {
         self.host.group_rows(stream, params)
     }
 
-    fn expert_entries(&self, stream: Stream, params: &EntryParams) -> Result<(), KernelError> {
-        self.host.expert_entries(stream, params)
+    fn group_experts(
+        &self,
+        stream: Stream,
+        groups: &GroupParams,
+        entries: &EntryParams,
+    ) -> Result<(), KernelError> {
+        self.host.group_experts(stream, groups, entries)
     }
 
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {

@@ -9,6 +9,7 @@ use lora_runtime::config::{ModelSpec, ParseOptions, parse_peft_adapter_config};
 use lora_runtime::kernels::LoraBackend;
 use lora_runtime::weights::{AdapterStore, LoraAdapterInput, LoraWeights, PoolSpec, SlotTarget};
 use lora_runtime::{Adapter, RuntimeError};
+use std::path::Path;
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -36,6 +37,16 @@ impl Synthetic {
         shape.write(dir.path(), &mut |bytes| bar.inc(bytes))?;
         bar.finish_and_clear();
         Ok(Self { shape, dir })
+    }
+
+    /// Its sizes.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Its folder.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
     }
 }
 

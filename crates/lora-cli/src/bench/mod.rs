@@ -1,15 +1,17 @@
-//! What `lora bench` measures: bringing an adapter in, adding its deltas, and token overlays.
+//! What `lora bench` measures: bringing an adapter in, swapping one while others decode, adding deltas, and token overlays.
 
 mod deltas;
 mod experts;
 mod loading;
 mod overlays;
+mod swapping;
 mod synthetic;
 
 pub use deltas::{bench_device, delta_times};
 pub use experts::expert_times;
 pub use loading::{Synthetic, adapter_times};
 pub use overlays::overlay_times;
+pub use swapping::{PhaseTimes, Spread, SwapTimes, swap_times};
 pub use synthetic::Shape;
 
 use std::time::Instant;

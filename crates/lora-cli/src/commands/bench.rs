@@ -1,7 +1,8 @@
 //! `lora bench`: this machine's times.
 
 use crate::bench::{
-    Shape, Synthetic, adapter_times, bench_device, delta_times, expert_times, overlay_times,
+    Shape, SwapTimes, Synthetic, adapter_times, bench_device, delta_times, expert_times,
+    overlay_times, swap_times,
 };
 use crate::options::BackendArg;
 use crate::report::table;
@@ -35,6 +36,8 @@ pub struct Options {
 pub enum Part {
     /// Reading, auditing, packing and uploading an adapter.
     Adapters,
+    /// A swap while other slots decode: on a GPU, whose steps are short enough to see it, or with `--quick`.
+    Swap,
     /// Deltas of a dense layer.
     Deltas,
     /// Deltas of the experts of a MoE block.
@@ -77,6 +80,7 @@ impl Timing {
 struct BenchJson<'a> {
     device: &'a str,
     adapters: &'a [Timing],
+    swap: &'a Option<SwapTimes>,
     deltas: Vec<DeltaJson>,
     experts: Vec<ExpertJson>,
     overlays: Vec<OverlayJson>,
@@ -184,9 +188,16 @@ impl ExpertJson {
     }
 }
 
+/// Swaps that are timed, and steps before the first.
+const SWAPS: (usize, usize) = (20, 500);
+
+/// The same where only whether it runs is asked.
+const QUICK_SWAPS: (usize, usize) = (2, 5);
+
 /// What was measured; a part that was not asked for has no lines.
 struct Measured {
     adapters: Vec<Timing>,
+    swap: Option<SwapTimes>,
     deltas: DeltaTable,
     experts: MoeTable,
     overlays: OverlayReport,
@@ -216,10 +227,21 @@ fn measure(
     let quick = options.quick;
     let shape = if quick { Shape::TINY } else { Shape::LLAMA_8B };
     let launch = launch_options(&console.levers);
+    let with_adapters = options.measures(Part::Adapters);
+    let with_swap = options.measures(Part::Swap) && (quick || device.is_asynchronous());
+    let synthetic = match with_adapters || with_swap {
+        true => Some(Synthetic::write(shape, console)?),
+        false => None,
+    };
+    let swaps = if quick { QUICK_SWAPS } else { SWAPS };
     Ok(Measured {
-        adapters: match options.measures(Part::Adapters) {
-            true => adapter_times(&Synthetic::write(shape, console)?, device.backend())?,
-            false => Vec::new(),
+        adapters: match &synthetic {
+            Some(synthetic) if with_adapters => adapter_times(synthetic, device.backend())?,
+            _ => Vec::new(),
+        },
+        swap: match &synthetic {
+            Some(synthetic) if with_swap => Some(swap_times(synthetic, device, swaps)?),
+            _ => None,
         },
         deltas: match options.measures(Part::Deltas) {
             true => delta_times(device, quick)?,
@@ -239,6 +261,7 @@ fn measure(
 fn write_json(measured: &Measured, console: &mut Console<'_>) -> Result<(), CliError> {
     let Measured {
         adapters,
+        swap,
         deltas,
         experts,
         overlays,
@@ -248,6 +271,7 @@ fn write_json(measured: &Measured, console: &mut Console<'_>) -> Result<(), CliE
     let json = BenchJson {
         device: &deltas.device,
         adapters,
+        swap,
         deltas: delta_lines
             .map(|times| DeltaJson::new(deltas, times))
             .collect(),
@@ -276,6 +300,9 @@ fn write_text(measured: &Measured, console: &mut Console<'_>) -> Result<(), CliE
             ]);
         }
         writeln!(console.out, "{rows}\n")?;
+    }
+    if let Some(swap) = &measured.swap {
+        writeln!(console.out, "{swap}\n")?;
     }
     if !measured.deltas.lines.is_empty() {
         writeln!(console.out, "{}", measured.deltas)?;

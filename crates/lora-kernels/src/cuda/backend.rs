@@ -305,6 +305,10 @@ impl DeviceMemory for CudaBackend {
         self.memory.stage(bytes)
     }
 
+    fn trim_staging(&self) {
+        self.memory.trim_staging();
+    }
+
     fn upload(
         &self,
         source: Box<dyn StagingBuffer>,

@@ -88,7 +88,7 @@ pub(super) struct Memory {
 }
 
 /// Uploads up to this size go on the stream of small ones: a megabyte takes some twenty microseconds of a PCIe 5 link.
-const SMALL_UPLOAD_BYTES: usize = 1 << 20;
+pub(super) const SMALL_UPLOAD_BYTES: usize = 1 << 20;
 
 #[derive(Debug, Clone, Copy)]
 struct Allocation {

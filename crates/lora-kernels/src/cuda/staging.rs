@@ -2,13 +2,16 @@
 
 use super::CudaError;
 use super::driver::Named;
-use super::memory::{Memory, lock};
+use super::memory::{Memory, SMALL_UPLOAD_BYTES, lock};
 use cudarc::driver::result;
 use lora_weights::device::{MemoryError, StagingBuffer};
 use std::sync::Arc;
 
-/// Idle buffers kept for the next upload: page-locking is slow, and the driver may wait for the device in it.
-const KEPT: usize = 8;
+/// Idle buffers kept for the next small upload.
+const KEPT_SMALL: usize = 8;
+
+/// Idle buffers kept for the next slot image. Page-locking 335 MB takes a quarter of a second, in which other threads' calls into the driver wait.
+const KEPT_IMAGES: usize = 2;
 
 impl Memory {
     pub(super) fn stage(
@@ -28,6 +31,13 @@ impl Memory {
             length: bytes,
             memory: Arc::clone(self),
         }))
+    }
+
+    pub(super) fn trim_staging(&self) {
+        let idle = std::mem::take(&mut *lock(&self.idle_staging));
+        if self.context.bind().is_ok() {
+            drop(idle);
+        }
     }
 
     /// The smallest idle buffer that is large enough: a row map must not take the buffer of an image.
@@ -104,10 +114,15 @@ impl StagingBuffer for Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        let pinned = self.pinned.take();
+        let Some(pinned) = self.pinned.take() else {
+            return;
+        };
+        let is_small = |buffer: &Pinned| buffer.capacity <= SMALL_UPLOAD_BYTES;
+        let small = is_small(&pinned);
         let mut idle = lock(&self.memory.idle_staging);
-        if idle.len() < KEPT {
-            idle.extend(pinned);
+        let alike = idle.iter().filter(|buffer| is_small(buffer) == small);
+        if alike.count() < if small { KEPT_SMALL } else { KEPT_IMAGES } {
+            idle.push(pinned);
         }
     }
 }

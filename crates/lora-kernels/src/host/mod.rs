@@ -208,6 +208,10 @@ impl DeviceMemory for HostBackend {
         self.staging.stage(bytes)
     }
 
+    fn trim_staging(&self) {
+        self.staging.trim();
+    }
+
     fn upload(
         &self,
         source: Box<dyn StagingBuffer>,

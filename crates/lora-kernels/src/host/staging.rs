@@ -44,6 +44,10 @@ impl StagingPool {
         }
     }
 
+    pub(super) fn trim(&self) {
+        self.kept.lock().clear();
+    }
+
     fn put_back(&self, buffer: Vec<u64>) {
         let mut kept = self.kept.lock();
         if kept.len() == KEPT {

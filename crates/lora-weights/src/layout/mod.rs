@@ -12,6 +12,7 @@ pub use tables::TableLayout;
 
 use crate::{LoraModule, PoolSpec, WeightsError, padded_rank};
 use lora_config::ModelSpec;
+use serde::Serialize;
 
 /// Bytes of a BF16 value.
 pub(crate) const ELEMENT_BYTES: u64 = 2;
@@ -39,7 +40,7 @@ pub struct ModuleRegion {
 }
 
 /// Bytes a pool takes on the device, part by part: what `lora plan` shows and what is checked before allocating.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PoolBytes {
     /// One slot.
     pub slot: u64,

@@ -63,7 +63,16 @@ impl LoraWeights {
     where
         F: FnOnce(&[LandTarget], &mut [u8]) -> Result<(), Box<dyn Error + Send + Sync>>,
     {
-        let _span = tracing::debug_span!("lora_land", adapter = input.name).entered();
+        let _span = tracing::info_span!("lora_stage_landed", adapter = input.name).entered();
+        let metrics = &self.shared.metrics;
+        let staged = metrics.land.time(|| self.landed(input, land));
+        staged.map_err(|error| metrics.refused(error))
+    }
+
+    fn landed<F>(&self, input: &LandingInput<'_>, land: F) -> Result<StagedAdapter, WeightsError>
+    where
+        F: FnOnce(&[LandTarget], &mut [u8]) -> Result<(), Box<dyn Error + Send + Sync>>,
+    {
         let shared = &self.shared;
         let layout = &shared.layout;
         let mut report = accept(LandRequest {

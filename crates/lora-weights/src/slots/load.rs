@@ -6,7 +6,7 @@ use super::state::UnloadStep;
 use super::{AdapterSlot, LoraWeights, SlotExtension, SlotTarget, StagedAdapter};
 use crate::device::DeviceMemory;
 use crate::pack::{PackSource, pack_adapter};
-use crate::{AdapterStore, AuditReport, PoolSpec, WeightsError, audit_adapter};
+use crate::{AdapterStore, AuditReport, LoadPolicy, PoolSpec, WeightsError, audit_adapter};
 use lora_config::{AdapterConfig, ModelSpec};
 use std::sync::Arc;
 
@@ -95,12 +95,34 @@ pub fn load_lora_adapters_generic(
 impl LoraWeights {
     /// Audits an adapter for this pool. Touches no device.
     pub fn audit(&self, adapter: &LoraAdapterInput<'_>) -> AuditReport {
-        audit_adapter(
-            adapter.store,
-            adapter.config,
-            &self.shared.model,
-            &self.shared.pool,
-        )
+        self.audit_under(adapter, self.shared.pool.policy)
+    }
+
+    /// [`audit`](Self::audit) under another policy than the pool's: for a layer above that permits more once it has what
+    /// it takes.
+    pub fn audit_under(&self, adapter: &LoraAdapterInput<'_>, policy: LoadPolicy) -> AuditReport {
+        let _span = tracing::info_span!("lora_audit", adapter = adapter.name).entered();
+        let shared = &self.shared;
+        let pool = PoolSpec {
+            policy,
+            ..shared.pool
+        };
+        let audit = || audit_adapter(adapter.store, adapter.config, &shared.model, &pool);
+        shared.metrics.audit.time(audit)
+    }
+
+    /// Gives the report of an adapter that loads back.
+    ///
+    /// # Errors
+    /// [`WeightsError::Refused`] with a report that holds an error.
+    pub fn accept(&self, name: &str, report: AuditReport) -> Result<AuditReport, WeightsError> {
+        if report.ok() {
+            return Ok(report);
+        }
+        Err(self.shared.metrics.refused(WeightsError::Refused {
+            adapter: name.to_owned(),
+            report: Box::new(report),
+        }))
     }
 
     /// Audits an adapter and packs it into staging memory. Touches no slot.
@@ -121,13 +143,7 @@ impl LoraWeights {
             Some(report) if report.values_read => report.clone(),
             _ => self.audit(adapter),
         };
-        if report.ok() {
-            return Ok(report);
-        }
-        Err(WeightsError::Refused {
-            adapter: adapter.name.to_owned(),
-            report: Box::new(report),
-        })
+        self.accept(adapter.name, report)
     }
 
     fn pack(
@@ -135,7 +151,17 @@ impl LoraWeights {
         adapter: &LoraAdapterInput<'_>,
         report: AuditReport,
     ) -> Result<StagedAdapter, WeightsError> {
-        let _span = tracing::debug_span!("lora_pack", adapter = adapter.name).entered();
+        let _span = tracing::info_span!("lora_pack", adapter = adapter.name).entered();
+        let metrics = &self.shared.metrics;
+        let packed = metrics.pack.time(|| self.packed(adapter, report));
+        packed.map_err(|error| metrics.refused(error))
+    }
+
+    fn packed(
+        &self,
+        adapter: &LoraAdapterInput<'_>,
+        report: AuditReport,
+    ) -> Result<StagedAdapter, WeightsError> {
         let shared = &self.shared;
         let (mut staging, image_bytes) = shared.stage_image(&report.pairs)?;
         let source = PackSource {
@@ -182,7 +208,8 @@ impl LoraWeights {
         adapters: &[LoraAdapterInput<'_>],
     ) -> Result<Vec<Arc<AdapterSlot>>, WeightsError> {
         let _span = tracing::info_span!("lora_load", adapters = adapters.len()).entered();
-        self.check_load(adapters)?;
+        self.check_load(adapters)
+            .map_err(|error| self.shared.metrics.refused(error))?;
         let reports = adapters
             .iter()
             .map(|adapter| self.accepted(adapter))
@@ -218,9 +245,28 @@ impl LoraWeights {
     ) -> Result<Arc<AdapterSlot>, WeightsError> {
         let _span = tracing::info_span!("lora_promote", adapter = adapter.name).entered();
         // Not worth auditing and packing where there is no slot; the choice itself is made when the image is ready.
-        self.shared.states.lock().victim()?;
+        self.victim()?;
         let staged = self.stage(adapter)?;
         self.pack_store_into_slot(SlotTarget::Victim, staged)
+    }
+
+    /// The slot that a promotion would take now.
+    ///
+    /// # Errors
+    /// [`WeightsError::Victim`] where there is none.
+    pub fn victim(&self) -> Result<u32, WeightsError> {
+        let victim = self.shared.states.lock().victim();
+        victim.map_err(|error| self.shared.metrics.refused(error.into()))
+    }
+
+    /// What a swap of `slot` would be refused for now, before an adapter is audited and packed for it.
+    ///
+    /// # Errors
+    /// [`WeightsError::SlotOutOfRange`], [`SlotBusy`](WeightsError::SlotBusy),
+    /// [`SlotBeingWritten`](WeightsError::SlotBeingWritten), [`RotationNotPermitted`](WeightsError::RotationNotPermitted).
+    pub fn check_swap(&self, slot: u32) -> Result<(), WeightsError> {
+        let writable = self.shared.states.lock().check_writable(slot, "swap");
+        writable.map_err(|error| self.shared.metrics.refused(error))
     }
 
     /// Brings new contents into a slot, under the same name or another, as one transaction: the adapter is audited and
@@ -235,7 +281,7 @@ impl LoraWeights {
         adapter: &LoraAdapterInput<'_>,
     ) -> Result<Arc<AdapterSlot>, WeightsError> {
         let _span = tracing::info_span!("lora_swap", slot, adapter = adapter.name).entered();
-        self.shared.states.lock().check_writable(slot, "swap")?;
+        self.check_swap(slot)?;
         let staged = self.stage(adapter)?;
         self.pack_store_into_slot(SlotTarget::Slot(slot), staged)
     }

@@ -7,11 +7,13 @@ mod lease;
 mod load;
 mod lookup;
 mod memory;
+mod metrics;
 mod open;
 mod references;
 mod shared;
 mod staged;
 mod state;
+mod sync;
 mod transaction;
 mod units;
 mod upkeep;
@@ -22,6 +24,7 @@ pub use extensions::SlotExtension;
 pub use landed::LandingInput;
 pub use lease::SlotLease;
 pub use load::{LoraAdapterInput, load_lora_adapters_generic, load_lora_adapters_multi};
+pub use metrics::{Metrics, StageTimes};
 pub use staged::{BeginError, StagedAdapter};
 pub use state::SlotTarget;
 pub use transaction::SlotTransaction;
@@ -159,9 +162,31 @@ impl LoraWeights {
         self.shared.states.lock().expert_units()
     }
 
-    /// Frees the staging buffer that is kept for the next image.
+    /// Counters of this pool's life so far.
+    pub fn metrics(&self) -> Metrics {
+        self.shared.metrics.snapshot()
+    }
+
+    /// Makes staging memory for a slot's image, kept for the next one. Page-locking it can hold up other threads' calls into the
+    /// driver for as long as a quarter of a second: an engine that starts without adapters does it before it serves. An adapter with experts takes more than
+    /// this, and page-locks it when it is staged.
+    ///
+    /// # Errors
+    /// [`WeightsError::Memory`].
+    pub fn reserve_staging(&self) -> Result<(), WeightsError> {
+        let layout = &self.shared.layout;
+        // A slot is allocated, so its bytes fit.
+        let bytes = layout.bytes().slot as usize + layout.tables().image_bytes();
+        let staging = self.shared.staging.take(bytes)?;
+        self.shared.staging.put(staging);
+        Ok(())
+    }
+
+    /// Frees the staging memory that is kept for the next image. The next one page-locks its own: see
+    /// [`reserve_staging`](Self::reserve_staging).
     pub fn trim_staging(&self) {
         self.shared.staging.clear();
+        self.shared.memory.trim_staging();
     }
 }
 

@@ -43,7 +43,8 @@ impl OpenSlot {
         self.extensions.install(adapter).map_err(|source| {
             self.vacate();
             tracing::warn!(slot, error = %source, "slot extension failed to install");
-            WeightsError::Extension { slot, source }
+            let error = WeightsError::Extension { slot, source };
+            self.shared.metrics.refused(error)
         })
     }
 
@@ -52,11 +53,11 @@ impl OpenSlot {
         self.vacate();
         let slot = self.slot;
         tracing::warn!(slot, %stage, error = %source, "slot transaction failed");
-        WeightsError::Upload {
+        self.shared.metrics.refused(WeightsError::Upload {
             slot,
             stage,
             source,
-        }
+        })
     }
 
     /// Hands over what the slot owns from now on.

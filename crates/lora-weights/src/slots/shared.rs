@@ -2,14 +2,15 @@
 
 use super::adapter::{AdapterSlot, Contents};
 use super::memory::{DeviceRegion, StagingCache};
+use super::metrics::Counters;
 use super::state::{ReleaseStep, SlotStates};
+use super::sync::Mutex;
 use super::units::UnitRuns;
 use super::{FreedSlot, Released};
 use crate::device::{DeviceMemory, DevicePtr, LoraPair, MemoryError, StagingBuffer, UploadCopy};
 use crate::pack::image_bytes;
 use crate::{AuditedPair, PoolLayout, PoolSpec, WeightsError};
 use lora_config::ModelSpec;
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 pub(super) struct Shared {
@@ -20,6 +21,7 @@ pub(super) struct Shared {
     pub(super) staging: StagingCache,
     /// Held for a few instructions at a time, never across a call into `memory` or an extension.
     pub(super) states: Mutex<SlotStates>,
+    pub(super) metrics: Counters,
     slots: DeviceRegion,
     tables: DeviceRegion,
     experts: DeviceRegion,
@@ -55,6 +57,7 @@ impl Shared {
                 units,
                 pool.policy.allow_rotation,
             )),
+            metrics: Counters::default(),
             memory,
             model,
             pool,

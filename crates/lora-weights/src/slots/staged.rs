@@ -2,6 +2,7 @@
 
 use super::adapter::AdapterSlot;
 use super::extensions::Extensions;
+use super::metrics::Arrival;
 use super::open::OpenSlot;
 use super::shared::Shared;
 use super::state::{Reservation, SlotTarget};
@@ -11,7 +12,8 @@ use crate::device::StagingBuffer;
 use crate::pack::{SlotPairs, place_pairs, unit_count};
 use crate::{AuditReport, UploadStage, WeightsError};
 use lora_config::AdapterConfig;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 /// An audited adapter, packed into host memory: the image of a slot, ready to upload into any. Nothing on the device
 /// has been touched.
@@ -81,7 +83,11 @@ impl StagedAdapter {
         let mut states = self.shared.states.lock();
         let reserved = states.reserve(target, &self.name, self.units());
         drop(states);
-        self.begin_reserved(reserved, false)
+        let arrival = match target {
+            SlotTarget::Slot(_) => Arrival::Swap,
+            SlotTarget::Victim => Arrival::Promotion,
+        };
+        self.begin_reserved(reserved, arrival, false)
     }
 
     /// As [`begin`](Self::begin), into an empty slot at startup.
@@ -93,7 +99,7 @@ impl StagedAdapter {
         let mut states = self.shared.states.lock();
         let reserved = states.reserve_startup(slot, &self.name, self.units());
         drop(states);
-        self.begin_reserved(reserved, pinned)
+        self.begin_reserved(reserved, Arrival::Startup, pinned)
     }
 
     /// Vocabulary rows need an extension that applies them.
@@ -102,28 +108,35 @@ impl StagedAdapter {
         if tensors == 0 || self.extensions.apply_overlays() {
             return Ok(());
         }
-        Err(WeightsError::OverlayWithoutExtension {
-            adapter: self.name.clone(),
-            tensors,
-        })
+        let adapter = self.name.clone();
+        let error = WeightsError::OverlayWithoutExtension { adapter, tensors };
+        Err(self.shared.metrics.refused(error))
     }
 
     fn begin_reserved(
         self,
         reserved: Result<Reservation, WeightsError>,
+        arrival: Arrival,
         pin: bool,
     ) -> Result<SlotTransaction, BeginError> {
         match reserved {
-            Ok(reserved) => Ok(self.start(reserved, pin)?),
+            Ok(reserved) => Ok(self.start(reserved, arrival, pin)?),
             Err(error) => Err(BeginError {
-                error,
+                error: self.shared.metrics.refused(error),
                 staged: Some(Box::new(self)),
             }),
         }
     }
 
-    fn start(self, reserved: Reservation, pin: bool) -> Result<SlotTransaction, WeightsError> {
+    fn start(
+        self,
+        reserved: Reservation,
+        arrival: Arrival,
+        pin: bool,
+    ) -> Result<SlotTransaction, WeightsError> {
         let slot = reserved.slot;
+        let bytes = self.image_bytes;
+        let _span = tracing::info_span!("lora_begin", adapter = %self.name, slot, bytes).entered();
         let shared = Arc::clone(&self.shared);
         let mut open = OpenSlot::new(
             Arc::clone(&shared),
@@ -132,6 +145,7 @@ impl StagedAdapter {
             !reserved.clear_tables,
         );
         if let Some(mut former) = reserved.former {
+            shared.metrics.evictions.add(1);
             former.extensions.uninstall(slot);
         }
         let adapter = self.adapter(slot, reserved.generation, &open.units)?;
@@ -144,6 +158,7 @@ impl StagedAdapter {
             open.tables_are_zero = true;
         }
         let copies = shared.image_copies(slot, &open.units);
+        let begun = Instant::now();
         let upload = if copies.is_empty() {
             Upload::Landed(staging)
         } else {
@@ -152,10 +167,13 @@ impl StagedAdapter {
         };
         Ok(SlotTransaction {
             upload,
+            begun,
+            landed: OnceLock::new(),
             open,
             adapter: Arc::new(adapter),
             image_bytes: self.image_bytes,
             overlay_tensors: self.report.overlays.len(),
+            arrival,
             pin,
         })
     }

@@ -3,10 +3,12 @@
 
 use super::adapter::AdapterSlot;
 use super::extensions::SlotExtension;
+use super::metrics::Arrival;
 use super::open::OpenSlot;
 use crate::device::{Completion, MemoryError, StagingBuffer};
 use crate::{UploadStage, WeightsError};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// How far the image is.
 pub(super) enum Upload {
@@ -19,11 +21,15 @@ pub(super) enum Upload {
 pub struct SlotTransaction {
     // Dropped first: an upload must have ended before the slot becomes anybody else's.
     pub(super) upload: Upload,
+    pub(super) begun: Instant,
+    /// From `begun` until the image was first seen to have landed.
+    pub(super) landed: OnceLock<Duration>,
     pub(super) open: OpenSlot,
     pub(super) adapter: Arc<AdapterSlot>,
     pub(super) image_bytes: usize,
     /// Tensors that nothing but an extension applies.
     pub(super) overlay_tensors: usize,
+    pub(super) arrival: Arrival,
     pub(super) pin: bool,
 }
 
@@ -50,8 +56,22 @@ impl SlotTransaction {
     /// The upload's own; [`commit`](Self::commit) will fail too.
     pub fn is_done(&self) -> Result<bool, MemoryError> {
         match &self.upload {
-            Upload::Pending(completion) => completion.is_done(),
+            Upload::Pending(completion) => {
+                let done = completion.is_done()?;
+                if done {
+                    self.note_landed();
+                }
+                Ok(done)
+            }
             Upload::Landed(_) => Ok(true),
+        }
+    }
+
+    fn note_landed(&self) {
+        if self.landed.get().is_none() {
+            let time = self.begun.elapsed();
+            let landed = self.landed.get_or_init(|| time);
+            self.open.shared.metrics.upload.took(*landed);
         }
     }
 
@@ -67,21 +87,15 @@ impl SlotTransaction {
     ///
     /// # Errors
     /// [`WeightsError::Upload`]: the slot is a placeholder.
-    pub fn wait(self) -> Result<Self, WeightsError> {
-        let Self {
-            upload, mut open, ..
-        } = self;
-        let landed = match upload {
-            Upload::Pending(completion) => completion
-                .wait()
-                .map_err(|source| open.fail(UploadStage::Image, source))?,
-            Upload::Landed(staging) => staging,
-        };
-        Ok(Self {
-            upload: Upload::Landed(landed),
-            open,
-            ..self
-        })
+    pub fn wait(mut self) -> Result<Self, WeightsError> {
+        if let Upload::Pending(completion) = self.upload {
+            match completion.wait() {
+                Ok(staging) => self.upload = Upload::Landed(staging),
+                Err(source) => return Err(self.open.fail(UploadStage::Image, source)),
+            }
+            self.note_landed();
+        }
+        Ok(self)
     }
 
     /// Waits for the image, writes the slot's table entries, installs the extensions and makes name, config, pairs and
@@ -92,6 +106,24 @@ impl SlotTransaction {
     /// [`OverlayWithoutExtension`](WeightsError::OverlayWithoutExtension): the slot is a placeholder with zeroed table
     /// entries.
     pub fn commit(self) -> Result<Arc<AdapterSlot>, WeightsError> {
+        let landed = self.wait()?;
+        let shared = Arc::clone(&landed.open.shared);
+        let (adapter, bytes, arrival) = (
+            Arc::clone(&landed.adapter),
+            landed.image_bytes,
+            landed.arrival,
+        );
+        let (slot, generation) = (adapter.slot, adapter.generation);
+        let _span =
+            tracing::info_span!("lora_commit", adapter = %adapter.name, slot, generation).entered();
+        shared.metrics.commit.time(|| landed.make_visible())?;
+        shared.metrics.loaded(arrival, bytes as u64);
+        tracing::info!(bytes, "adapter loaded");
+        Ok(adapter)
+    }
+
+    /// The steps of a commit whose image has landed.
+    fn make_visible(self) -> Result<(), WeightsError> {
         let Self {
             upload,
             mut open,
@@ -99,40 +131,34 @@ impl SlotTransaction {
             image_bytes,
             overlay_tensors,
             pin,
-        } = self.wait()?;
+            ..
+        } = self;
+        let slot = open.slot;
+        let shared = Arc::clone(&open.shared);
         if overlay_tensors > 0 && !open.extensions.apply_overlays() {
-            return Err(WeightsError::OverlayWithoutExtension {
+            let error = WeightsError::OverlayWithoutExtension {
                 adapter: adapter.name.clone(),
                 tensors: overlay_tensors,
-            });
+            };
+            return Err(shared.metrics.refused(error));
         }
         let Upload::Landed(staging) = upload else {
             // `wait` returns landed uploads only; dropping `open` leaves a placeholder.
-            return Err(WeightsError::SlotBeingWritten { slot: open.slot });
+            return Err(WeightsError::SlotBeingWritten { slot });
         };
-        let slot = open.slot;
-        let shared = Arc::clone(&open.shared);
         open.tables_are_zero = false;
         let staging = shared
             .write_tables(slot, shared.table_pairs(&adapter), staging, image_bytes)
             .map_err(|source| open.fail(UploadStage::Tables, source))?;
         shared.staging.put(staging);
         open.install(&adapter)?;
-        let contents = open.close(Arc::clone(&adapter));
+        let contents = open.close(adapter);
         let mut states = shared.states.lock();
         states.publish(contents);
         if pin {
             states.pin(slot);
         }
-        drop(states);
-        tracing::info!(
-            slot,
-            adapter = %adapter.name,
-            generation = adapter.generation,
-            bytes = image_bytes,
-            "adapter loaded"
-        );
-        Ok(adapter)
+        Ok(())
     }
 }
 

@@ -15,7 +15,12 @@ impl LoraWeights {
     /// [`SlotEmpty`](WeightsError::SlotEmpty) or [`SlotBeingWritten`](WeightsError::SlotBeingWritten) where the slot
     /// holds no adapter; [`SlotBusy`](WeightsError::SlotBusy) while requests hold the old active slot.
     pub fn rotate(&self, slot: u32) -> Result<Option<u32>, WeightsError> {
-        let former = self.shared.states.lock().rotate(slot)?;
+        let metrics = &self.shared.metrics;
+        let rotated = self.shared.states.lock().rotate(slot);
+        let former = rotated.map_err(|error| metrics.refused(error))?;
+        if former != Some(slot) {
+            metrics.rotations.add(1);
+        }
         tracing::info!(slot, ?former, "active adapter rotated");
         Ok(former)
     }
@@ -29,15 +34,20 @@ impl LoraWeights {
     /// for a pinned or the active slot. [`WeightsError::Upload`] where the slot is a placeholder but its table entries
     /// could not be zeroed; they are zeroed before the slot is used again.
     pub fn unload(&self, slot: u32) -> Result<Unloaded, WeightsError> {
-        let step = self.shared.states.lock().unload(slot)?;
-        match step {
+        let shared = &self.shared;
+        let step = shared.states.lock().unload(slot);
+        let unloaded = step.and_then(|step| match step {
             UnloadStep::Draining { refs } => Ok(Unloaded::Draining { refs }),
-            UnloadStep::Retire(contents) => self
-                .shared
+            UnloadStep::Retire(contents) => shared
                 .retire(contents)
                 .map(Unloaded::Freed)
                 .map_err(|source| stale(slot, source)),
+        });
+        match unloaded {
+            Ok(_) => shared.metrics.unloads.add(1),
+            Err(error) => return Err(shared.metrics.refused(error)),
         }
+        unloaded
     }
 
     /// Writes a slot's table entries again from what the slot holds (zero for a placeholder): for an engine whose device

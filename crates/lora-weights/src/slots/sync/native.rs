@@ -1,0 +1,3 @@
+//! The real lock.
+
+pub(in crate::slots) use parking_lot::Mutex;
