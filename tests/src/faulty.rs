@@ -111,7 +111,7 @@ fn serve(stream: &TcpStream, root: &Path, fault: Fault) {
 
 /// `None` where the connection is to be closed.
 fn answer(
-    mut stream: &TcpStream,
+    stream: &TcpStream,
     file: &PathBuf,
     range: Option<Range<usize>>,
     fault: Fault,
@@ -135,88 +135,86 @@ fn answer(
     };
     let range = range.start..range.end.min(size);
     let header = 8 + u64::from_le_bytes(*bytes.first_chunk()?) as usize;
-    let fault = (range.start >= header).then_some(fault);
+    if range.start >= header {
+        return misbehave(stream, &bytes, range, fault);
+    }
+    let headers = partial(range.clone(), size, "first", range.len());
+    send(stream, PARTIAL, &headers, &bytes[range])
+}
+
+const PARTIAL: &str = "206 Partial Content";
+
+/// Headers that say: `length` bytes follow, which are `range` of a file of `size` bytes.
+fn partial(range: Range<usize>, size: usize, tag: &str, length: usize) -> Vec<String> {
+    let last = range.end - 1;
+    vec![
+        format!("Content-Range: bytes {}-{last}/{size}", range.start),
+        format!("ETag: \"{tag}\""),
+        format!("Content-Length: {length}"),
+    ]
+}
+
+/// Answers a question for data. `None` where the connection is to be closed.
+fn misbehave(
+    mut stream: &TcpStream,
+    bytes: &[u8],
+    range: Range<usize>,
+    fault: Fault,
+) -> Option<()> {
+    let (size, length) = (bytes.len(), range.len());
     let part = &bytes[range.clone()];
-    let said = |range: Range<usize>, size: usize, tag: &str, length: usize| {
-        vec![
-            format!(
-                "Content-Range: bytes {}-{}/{size}",
-                range.start,
-                range.end - 1
-            ),
-            format!("ETag: \"{tag}\""),
-            format!("Content-Length: {length}"),
-        ]
-    };
-    let honest = said(range.clone(), size, "first", part.len());
-    let partial = "206 Partial Content";
+    let honest = partial(range.clone(), size, "first", length);
     match fault {
-        None => send(stream, partial, &honest, part),
-        Some(Fault::Silent) => {
+        Fault::Silent => {
             // Till the client has gone, or longer than any test waits.
             std::thread::sleep(Duration::from_secs(20));
             None
         }
-        Some(Fault::Drips) => {
-            send(stream, partial, &honest, b"")?;
+        Fault::Drips => {
+            send(stream, PARTIAL, &honest, b"")?;
             for byte in part {
                 std::thread::sleep(Duration::from_millis(40));
                 stream.write_all(&[*byte]).ok()?;
             }
             Some(())
         }
-        Some(Fault::Dies) => {
-            send(stream, partial, &honest, &part[..part.len() / 2])?;
+        Fault::Dies => {
+            send(stream, PARTIAL, &honest, &part[..length / 2])?;
             None
         }
-        Some(Fault::Short) => {
-            let length = part.len() - 3;
-            send(
-                stream,
-                partial,
-                &said(range, size, "first", length),
-                &part[..length],
-            )
+        Fault::Short => {
+            let headers = partial(range, size, "first", length - 3);
+            send(stream, PARTIAL, &headers, &part[..length - 3])
         }
-        Some(Fault::Long) => {
-            let more = [part, b"???"].concat();
-            send(
-                stream,
-                partial,
-                &said(range, size, "first", more.len()),
-                &more,
-            )
+        Fault::Long => {
+            let headers = partial(range, size, "first", length + 3);
+            send(stream, PARTIAL, &headers, &[part, b"???"].concat())
         }
-        Some(Fault::OtherRange) => {
+        Fault::OtherRange => {
             let other = range.start - 4..range.end - 4;
-            let part = &bytes[other.clone()];
-            send(
-                stream,
-                partial,
-                &said(other, size, "first", part.len()),
-                part,
-            )
+            let headers = partial(other.clone(), size, "first", length);
+            send(stream, PARTIAL, &headers, &bytes[other])
         }
-        Some(Fault::IgnoresRange) => {
+        Fault::IgnoresRange => {
             let headers = [
                 "ETag: \"first\"".to_owned(),
                 format!("Content-Length: {size}"),
             ];
-            send(stream, "200 OK", &headers, &bytes)
+            send(stream, "200 OK", &headers, bytes)
         }
-        Some(Fault::NewTag) => send(
+        Fault::NewTag => send(
             stream,
-            partial,
-            &said(range, size, "second", part.len()),
+            PARTIAL,
+            &partial(range, size, "second", length),
             part,
         ),
-        Some(Fault::NewSize) => send(
+        Fault::NewSize => send(
             stream,
-            partial,
-            &said(range, size + 8, "first", part.len()),
+            PARTIAL,
+            &partial(range, size + 8, "first", length),
             part,
         ),
-        Some(Fault::Busy) => {
+        Fault::Busy => {
             let headers = ["Content-Length: 0".to_owned()];
             send(stream, "503 Service Unavailable", &headers, b"")
         }

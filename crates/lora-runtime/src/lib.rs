@@ -11,6 +11,7 @@ mod backend;
 mod batch;
 mod error;
 mod experts;
+mod incoming;
 mod layers;
 mod options;
 mod overlays;
