@@ -64,11 +64,11 @@ impl LoraRuntime {
 
     /// Brings an adapter into a slot whose bytes `land` brings: an engine's own transport (RDMA), or
     /// `RemoteAdapter::land` of `lora_weights::source`. `land` gets the copies to make and the slot's image in staging
-    /// memory; see [`LoraWeights::stage_landed`]. BF16 adapters without rows of the vocabulary can come so; the others as an
+    /// memory; see [`LoraWeights::stage_landed`](lora_weights::LoraWeights::stage_landed). BF16 adapters without rows of the vocabulary can come so; the others as an
     /// [`Adapter`] (`fetch_adapter`).
     ///
     /// # Errors
-    /// [`RuntimeError::AdapterConfig`], and as [`LoraWeights::stage_landed`] and [`LoraWeights::pack_store_into_slot`]: until the upload
+    /// [`RuntimeError::AdapterConfig`], and as [`LoraWeights::stage_landed`](lora_weights::LoraWeights::stage_landed) and [`pack_store_into_slot`](lora_weights::LoraWeights::pack_store_into_slot): until the upload
     /// begins no slot is touched.
     pub fn land<F>(
         &self,
