@@ -5,18 +5,21 @@ use crate::stage::rows_of;
 use crate::{
     EmbedOverlay, HeadOverlay, LmHeadOverlay, OverlayError, OverlayRaw, OverlayRawSlot,
     OverrideSource, RowDifference, ServedTable, ServedTables, TrainedTokens, VocabShape,
-    build_override_set, clamp_trainable_to_vocab, override_source, slot_map,
+    build_override_set, clamp_trainable_to_vocab, fill_slot_map, override_source,
 };
 use lora_config::TokenTable;
 use lora_kernels::overlay::{GatherSources, gather_rows, row_diff};
-use lora_kernels::{DeviceBuffer, LoraBackend, MatRef, Stream};
-use lora_weights::device::DeviceMemory;
+use lora_kernels::{DeviceBuffer, KernelError, LoraBackend, MatRef, Stream};
+use lora_weights::device::{DeviceMemory, UploadCopy};
 use std::sync::Arc;
 
 /// Largest absolute difference in a row up to which it counts as unchanged, by default. A table that was saved without being trained differs from
 /// the served one by rounding alone, and there is no telling rounding from a fine-tune that moves every element of a row by less than this:
 /// such rows are lost, that is served as the base model has them. [`RowDifference::under`] counts them; a threshold of 0 loses none.
 pub const ROWDIFF_THRESH: f32 = 0.1;
+
+/// Rows that are looked at together.
+const CHUNK: usize = 64;
 
 /// Where an overlay is built, and by what rule.
 #[derive(Clone, Copy)]
@@ -41,7 +44,10 @@ struct Sources<'a> {
 /// Compact rows of one table.
 struct Compact {
     ids: Vec<u32>,
+    ids_dev: DeviceBuffer,
     rows: DeviceBuffer,
+    /// Four bytes for each id of the vocabulary: distances of rows at first, room for a slot map then.
+    words: DeviceBuffer,
     difference: RowDifference,
     extension: Option<Extension>,
 }
@@ -77,7 +83,10 @@ pub fn build_overlay(
     let lmhead = match head {
         Head::Untouched => HeadOverlay::Untouched,
         Head::Embed => HeadOverlay::Embed,
-        Head::Own(sources) => builder.head(builder.build(&sources, served, shape)?, shape)?,
+        Head::Own(sources) => {
+            let built = builder.build(&sources, served, shape)?;
+            built.into_head(shape.lm_head)
+        }
     };
     let overlay = builder.overlay(built, lmhead, shape)?;
     let is_empty = overlay.n_override == 0
@@ -174,22 +183,25 @@ impl OverlayBuilder<'_> {
         };
         let base_rows = sources.base.map_or(0, |base| base.rows() as u32);
         let trained = clamp_trainable_to_vocab(sources.trainable, vocab, base_rows)?;
-        let (differing, difference) = self.differing(sources.base, served, &trained)?;
+        let mut words = DeviceBuffer::zeroed(self.memory(), u64::from(vocab) * 4)?;
+        let (differing, difference) = self.differing(sources.base, served, &trained, &mut words)?;
         let ids = build_override_set(&differing, &trained.served);
         let width = shape.hidden as usize;
-        let rows = self.gather(sources, &ids, &trained.served, width)?;
+        let (rows, ids_dev) = self.gather(sources, &ids, &trained.served, width)?;
         let offered: Vec<u32> = (vocab..base_rows).collect();
         let extension = match offered.first() {
             None => None,
             Some(&first_id) => Some(Extension {
                 first_id,
-                rows: self.gather(sources, &offered, &trained.extension, width)?,
+                rows: self.gather(sources, &offered, &trained.extension, width)?.0,
                 count: offered.len() as u32,
             }),
         };
         Ok(Compact {
             ids,
+            ids_dev,
             rows,
+            words,
             difference,
             extension,
         })
@@ -201,6 +213,7 @@ impl OverlayBuilder<'_> {
         base: Option<MatRef<'_>>,
         served: &ServedTable<'_>,
         trained: &TrainedTokens,
+        distances: &mut DeviceBuffer,
     ) -> Result<(Vec<u32>, RowDifference), OverlayError> {
         let Some(base) = base else {
             return Ok((Vec::new(), RowDifference::default()));
@@ -210,12 +223,25 @@ impl OverlayBuilder<'_> {
             let over = rows as u32;
             return Ok(((0..over).collect(), RowDifference { over, under: 0 }));
         };
-        let bytes = rows as u64 * size_of::<f32>() as u64;
-        let mut distances = DeviceBuffer::zeroed(self.memory(), bytes)?;
         let (a, b) = (base.row_range(0..rows)?, values.row_range(0..rows)?);
         row_diff(self.on(), a, b, distances.f32_mat_mut(1, rows, rows)?)?;
+        // While the device reads both tables.
+        let memory = self.memory();
+        let mut staging = memory
+            .stage(rows * size_of::<f32>())
+            .map_err(KernelError::from)?;
         self.backend.synchronize(self.stream)?;
-        let distances = distances.download::<f32>(0, rows)?;
+        let landed = memory.download(distances.ptr(), staging.bytes_mut());
+        landed.map_err(KernelError::from)?;
+        Ok(self.over_threshold(bytemuck::cast_slice(staging.bytes()), trained))
+    }
+
+    /// Ids of the rows whose distance is over the threshold.
+    fn over_threshold(
+        &self,
+        distances: &[f32],
+        trained: &TrainedTokens,
+    ) -> (Vec<u32>, RowDifference) {
         let is_trained = |id: &u32| {
             matches!(
                 override_source(*id, &trained.served),
@@ -223,29 +249,36 @@ impl OverlayBuilder<'_> {
             )
         };
         let (mut differing, mut under) = (Vec::new(), 0);
-        for (id, distance) in (0..).zip(distances) {
-            if distance > self.threshold {
-                differing.push(id);
-            } else if distance > 0.0 && !is_trained(&id) {
-                under += 1;
+        // Most rows of most tables do not differ at all.
+        for (first, chunk) in (0..).step_by(CHUNK).zip(distances.chunks(CHUNK)) {
+            if chunk.iter().fold(0, |bits, d| bits | d.to_bits()) == 0 {
+                continue;
+            }
+            for (id, &distance) in (first..).zip(chunk) {
+                if distance > self.threshold {
+                    differing.push(id);
+                } else if distance > 0.0 && !is_trained(&id) {
+                    under += 1;
+                }
             }
         }
         let over = differing.len() as u32;
-        Ok((differing, RowDifference { over, under }))
+        (differing, RowDifference { over, under })
     }
 
-    /// The rows of `ids`, each from where the adapter holds it.
+    /// The rows of `ids`, each from where the adapter holds it, and `ids` themselves.
     fn gather(
         &self,
         sources: &Sources<'_>,
         ids: &[u32],
         trained: &[crate::TrainedRow],
         width: usize,
-    ) -> Result<DeviceBuffer, OverlayError> {
+    ) -> Result<(DeviceBuffer, DeviceBuffer), OverlayError> {
         let bytes = (ids.len() * width * 2) as u64;
         let mut rows = DeviceBuffer::zeroed(self.memory(), bytes)?;
+        let mut list = DeviceBuffer::zeroed(self.memory(), size_of_val(ids) as u64)?;
         if ids.is_empty() {
-            return Ok(rows);
+            return Ok((rows, list));
         }
         let none = DeviceBuffer::zeroed(self.memory(), 0)?;
         let empty = none.mat(0, width, width)?;
@@ -259,16 +292,19 @@ impl OverlayBuilder<'_> {
                 OverrideSource::Base { row } => row,
             })
             .collect();
-        let index = DeviceBuffer::from_slice(self.memory(), &index)?;
+        list.upload(0, &index)?;
         gather_rows(
             self.on(),
             GatherSources { base, delta },
-            index.row_indices(ids.len())?,
+            list.row_indices(ids.len())?,
             rows.mat_mut(ids.len(), width, width)?,
         )?;
-        // Before the index and the raw buffers go.
+        // Before the list changes and the raw buffers go.
         self.backend.synchronize(self.stream)?;
-        Ok(rows)
+        if index != ids {
+            list.upload(0, ids)?;
+        }
+        Ok((rows, list))
     }
 
     fn overlay(
@@ -278,12 +314,12 @@ impl OverlayBuilder<'_> {
         shape: VocabShape,
     ) -> Result<EmbedOverlay, OverlayError> {
         let map = match built.ids.is_empty() {
-            true => Vec::new(),
-            false => slot_map(&built.ids, shape.embed),
+            true => DeviceBuffer::zeroed(self.memory(), 0)?,
+            false => self.slot_map(built.words, &built.ids)?,
         };
         Ok(EmbedOverlay {
-            ids_dev: DeviceBuffer::from_slice(self.memory(), &built.ids)?,
-            slot_map: DeviceBuffer::from_slice(self.memory(), &map)?,
+            ids_dev: built.ids_dev,
+            slot_map: map,
             n_override: built.ids.len() as u32,
             rows: built.rows,
             vocab: shape.embed,
@@ -294,14 +330,27 @@ impl OverlayBuilder<'_> {
         })
     }
 
-    fn head(&self, built: Compact, shape: VocabShape) -> Result<HeadOverlay, OverlayError> {
-        Ok(HeadOverlay::Own(LmHeadOverlay {
-            ids_dev: DeviceBuffer::from_slice(self.memory(), &built.ids)?,
-            n_override: built.ids.len() as u32,
-            rows: built.rows,
-            vocab: shape.lm_head,
-            difference: built.difference,
-            extension: built.extension,
-        }))
+    /// Turns the words into a slot map.
+    fn slot_map(&self, words: DeviceBuffer, ids: &[u32]) -> Result<DeviceBuffer, KernelError> {
+        let memory = self.memory();
+        let bytes = words.bytes() as usize;
+        let mut staging = memory.stage(bytes)?;
+        fill_slot_map(ids, bytemuck::cast_slice_mut(staging.bytes_mut()));
+        let copy = UploadCopy::contiguous(0, words.ptr(), bytes);
+        memory.upload(staging, &[copy])?.wait()?;
+        Ok(words)
+    }
+}
+
+impl Compact {
+    fn into_head(self, vocab: u32) -> HeadOverlay {
+        HeadOverlay::Own(LmHeadOverlay {
+            ids_dev: self.ids_dev,
+            n_override: self.ids.len() as u32,
+            rows: self.rows,
+            vocab,
+            difference: self.difference,
+            extension: self.extension,
+        })
     }
 }

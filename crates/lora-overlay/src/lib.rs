@@ -69,7 +69,7 @@ pub use extension::OverlaySlotRows;
 pub use overlay::{EmbedOverlay, ExtensionRows, HeadOverlay, LmHeadOverlay, RowDifference};
 pub use plan::{
     OverrideSource, TrainedRow, TrainedTokens, build_override_set, clamp_trainable_to_vocab,
-    override_source, slot_map,
+    fill_slot_map, override_source,
 };
 pub use served::{ServedTable, ServedTables, VocabShape};
 pub use set::TokenOverlaySet;

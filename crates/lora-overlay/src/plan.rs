@@ -92,16 +92,15 @@ pub fn override_source(id: u32, trained: &[TrainedRow]) -> OverrideSource {
     }
 }
 
-/// For each of `vocab` token ids its place among the compact rows of `ids` (ascending, unique), -1 where it is not overridden. Ids past the
-/// vocabulary have none.
-pub fn slot_map(ids: &[u32], vocab: u32) -> Vec<i32> {
-    let mut map = vec![-1; vocab as usize];
+/// Writes for each token id of a vocabulary its place among the compact rows of `ids` (ascending, unique), -1 where it is not overridden.
+/// Ids past the vocabulary have none.
+pub fn fill_slot_map(ids: &[u32], map: &mut [i32]) {
+    map.fill(-1);
     for (place, &id) in (0..).zip(ids) {
         if let Some(entry) = map.get_mut(id as usize) {
             *entry = place;
         }
     }
-    map
 }
 
 #[cfg(test)]
@@ -134,7 +133,8 @@ mod tests {
             }
             let set = build_override_set(&differing, &trained.served);
             prop_assert!(set.windows(2).all(|pair| pair[0] < pair[1]));
-            let map = slot_map(&set, 100);
+            let mut map = [7; 100];
+            fill_slot_map(&set, &mut map);
             for id in 0..100 {
                 let wanted = differing.contains(&id) || ids.contains(&id);
                 prop_assert_eq!(map[id as usize] >= 0, wanted);

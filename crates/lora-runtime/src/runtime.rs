@@ -91,19 +91,32 @@ impl LoraRuntime {
     pub fn from_config(config: &RuntimeConfig, model: ModelSpec) -> Result<Self, RuntimeError> {
         let options = RuntimeOptions::from_config(config, &model)?;
         let runtime = Self::open(config.backend, model, options)?;
+        runtime.load_configured(config)?;
+        Ok(runtime)
+    }
+
+    /// Loads the startup adapters of a config: for a runtime that something is told first, the tables that the engine serves
+    /// ([`serve_tables`](Self::serve_tables)) above all, without which adapters with token overlays are refused.
+    ///
+    /// # Errors
+    /// As [`adapter`](Self::adapter) and [`load`](Self::load).
+    pub fn load_configured(
+        &self,
+        config: &RuntimeConfig,
+    ) -> Result<Vec<Arc<AdapterSlot>>, RuntimeError> {
         let mut adapters = Vec::with_capacity(config.adapters.len());
         for entry in &config.adapters {
-            let adapter = runtime.adapter(entry.name.as_str(), &entry.path)?;
+            let adapter = self.adapter(entry.name.as_str(), &entry.path)?;
             adapters.push(if entry.pinned {
                 adapter
             } else {
                 adapter.unpinned()
             });
         }
-        if !adapters.is_empty() {
-            runtime.load(&adapters)?;
+        match adapters.is_empty() {
+            true => Ok(Vec::new()),
+            false => self.load(&adapters),
         }
-        Ok(runtime)
     }
 
     /// The pool: slots, pairs, routes, leases, everything that does not launch.

@@ -2,6 +2,7 @@
 
 use crate::{adapter, bits, model, rotating, routed_q};
 use half::bf16;
+use lora_runtime::config::RuntimeConfig;
 use lora_runtime::kernels::host::{HostBackend, HostOptions};
 use lora_runtime::kernels::overlay::LogitsMut;
 use lora_runtime::kernels::{Applied, DeviceBuffer, Stream};
@@ -265,6 +266,27 @@ fn overlays_come_and_go_with_their_slots_and_reports_say_so() {
         (free(&runtime), runtime.report().overlays),
         (empty, records)
     );
+}
+
+/// Startup adapters of a config, once the tables that theirs replace are known.
+#[test]
+fn configured_adapters_with_overlays_load_after_the_tables_are_registered() {
+    let text = format!(
+        "max_loras = 2\nmax_rank = 8\n[[adapters]]\nname = \"tokens\"\npath = {:?}\n",
+        case_dir(TOKENS).join("adapter").display().to_string(),
+    );
+    let config = RuntimeConfig::from_toml(&text).expect("valid");
+    let refused = LoraRuntime::from_config(&config, model("base_llama")).expect_err("no tables");
+    assert!(
+        refused.to_string().contains("overlay-unapplied"),
+        "{refused}"
+    );
+    let options = RuntimeOptions::from_config(&config, &model("base_llama")).expect("valid");
+    let runtime = runtime(options);
+    runtime.serve_tables(tables(&runtime)).expect("registers");
+    let loaded = runtime.load_configured(&config).expect("loads");
+    assert_eq!((loaded.len(), loaded[0].name()), (1, "tokens"));
+    assert!(runtime.report().adapters[0].overlay.is_some());
 }
 
 /// Deltas and overlay of one adapter are both applied.
