@@ -80,7 +80,10 @@ fn draw(area: &Area<'_>, table: &Table, columns: &[i32]) -> Drawn {
             area.draw_text(cell, &font(13), (*x, y))?;
         }
         draw_row(area, &axis, row, y)?;
-        let note = format!("{} us, {:.2}x floor", row.us, row.us / row.floor);
+        let times = row.us / row.floor;
+        // No more digits than a floor of one or two has.
+        let digits = [2.0, 10.0].iter().filter(|bound| times < **bound).count();
+        let note = format!("{} us, {times:.digits$}x floor", row.us);
         area.draw_text(&note, &font(12), (axis.right + 8, y))?;
     }
     area.present()?;
