@@ -104,6 +104,18 @@ __device__ __forceinline__ void load_small_xa(const ExpandTile& t, char* xa, uin
     }
 }
 
+// xa of a large tile whose block sums are still to be added: 4 ranks a thread, as few idle as there can be.
+__device__ __forceinline__ void load_open_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
+    const uint32_t quads = t.ranks / 4;
+    const uint32_t items = t.tile.count * quads;
+#pragma unroll 2
+    for (uint32_t item = threadIdx.x; item < items; item += kExpandThreads) {
+        const uint32_t row = item / quads;
+        const uint32_t rank = item % quads * 4;
+        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = finish_xa<3>(t.p, t.site, t.tile.first + row, rank);
+    }
+}
+
 // xa of a large tile, as the shrink kernel finished it. 8 threads a row, 8 ranks a thread.
 __device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
     constexpr int kRowsATurn = kExpandThreads / 8;
@@ -330,6 +342,8 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         waited = true;
         if (tile.count <= kSmallTileRows) {
             load_small_xa(t, xa, pitch);
+        } else if ((p.flags & kFlagOpenSums) != 0) {
+            load_open_xa(t, xa, pitch);
         } else {
             load_large_xa(t, xa, pitch);
         }

@@ -4,6 +4,13 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
+// Asks for the lines of a list of 32-bit numbers, a thread of the grid each.
+__device__ __forceinline__ void prefetch_list(uint64_t list, uint32_t length) {
+    constexpr uint32_t kNumbersALine = 32;
+    const uint32_t threads = gridDim.x * blockDim.x;
+    for (uint64_t at = blockIdx.x * blockDim.x + threadIdx.x; at * kNumbersALine < length; at += threads) prefetch_l2(list + at * 128);
+}
+
 // A source of entries for the grouping of rows.
 struct ExpertSource {
     // Experts' bounds that a block keeps in shared memory: those of 511 experts, which a search then finds in nine short steps.
@@ -13,6 +20,13 @@ struct ExpertSource {
     uint32_t* kept;
 
     __device__ __forceinline__ bool sorted() const { return p.experts == 0; }
+
+    __device__ __forceinline__ void prefetch(uint32_t rows) const {
+        prefetch_list(sorted() ? p.tokens : p.experts, rows);
+        prefetch_list(p.adapters, p.token_count);
+        prefetch_list(p.resident_of_slot, p.slots);
+        if (sorted()) prefetch_list(p.offsets, p.num_experts + 1);
+    }
 
     __device__ __forceinline__ void prepare() {
         if (!sorted() || p.num_experts >= kKeptBounds) return;

@@ -1,9 +1,11 @@
 // Grouping of a step's rows by table entry: a stable sort of the rows, and the tile list.
 //
-// Which entry a row takes is said by a source: the row's slot, or (adapter of its token, its expert). Two ways to sort, which give the same lists:
-// up to 1024 rows, one block sorts (entry, row) keys, whatever the number of entries; more rows are counted by entry. Counting takes several blocks,
-// none of which waits for another: each counts all rows, those before its own slice apart, so that it knows where its slice's rows go. Integer
-// atomics only add counts up, and a row's place among its entry's rows follows from its number, so the result is the same every time.
+// Which entry a row takes is said by a source: the row's slot, or (adapter of its token, its expert). Three ways to sort, which give the same lists:
+// - few rows, or many entries: one block sorts (entry, row) keys;
+// - up to 1024 rows of entries that shared memory has a count of for every warp: one block tallies each warp's rows;
+// - more rows: several blocks count them by entry, none of which waits for another. Each counts all rows, those before its own slice apart, so that it
+//   knows where its slice's rows go.
+// Integer atomics only add counts up, and a row's place among its entry's rows follows from its number, so the result is the same every time.
 #pragma once
 
 #include "block_scan.cuh"
@@ -21,6 +23,7 @@ constexpr uint32_t kRowMask = kMaxGroupThreads - 1;
 struct SlotSource {
     const int32_t* slots;
 
+    __device__ __forceinline__ void prefetch(uint32_t) const {}
     __device__ __forceinline__ void prepare() {}
     __device__ __forceinline__ uint32_t entry_of(uint32_t row) const { return static_cast<uint32_t>(__ldcg(slots + row)); }
 };
@@ -97,6 +100,7 @@ template <typename Source>
 __device__ __forceinline__ void group_sorted(const GroupParams& p, Source& source) {
     __shared__ uint32_t exchange[2][kMaxGroupThreads];
     __shared__ uint32_t last_key[32], starts[32], tile_starts[32];
+    wait_for_predecessor();
     source.prepare();
     const uint32_t at = threadIdx.x;
     const uint32_t warps = blockDim.x / 32;
@@ -143,6 +147,61 @@ __device__ __forceinline__ Taken lane_up(Taken value, uint32_t distance) {
     return Taken{lane_up(value.positions, distance), lane_up(value.tiles, distance)};
 }
 
+// The tiles of an entry's rows, from place `start` of the permutation and of the tile list on.
+__device__ __forceinline__ void write_tiles(const GroupParams& p, uint32_t entry, Taken start, uint32_t rows) {
+    const uint32_t tile_rows = tile_rows_of(p, rows);
+    for (uint32_t done = 0; done < rows && start.tiles < p.max_tiles; done += tile_rows, ++start.tiles) {
+        const uint4 tile = make_uint4(entry, start.positions + done, min(tile_rows, rows - done), 0);
+        reinterpret_cast<uint4*>(p.tiles)[start.tiles] = tile;
+    }
+}
+
+// A thread a row, which has been counted among its warp's rows: `capacity` is at least the entries.
+template <typename Source>
+__device__ __forceinline__ void group_tallied(const GroupParams& p, Source& source) {
+    extern __shared__ uint32_t counts[];  // u16 [warps][entries]: a warp's rows of an entry, then the place of the first of them
+    __shared__ Taken warp_sums[33];
+    uint16_t* tallies = reinterpret_cast<uint16_t*>(counts);
+    const uint32_t warps = blockDim.x / 32;
+    for (uint32_t i = threadIdx.x; i < (warps * p.slots + 1) / 2; i += blockDim.x) counts[i] = 0;
+    wait_for_predecessor();
+    source.prepare();
+    const uint32_t at = threadIdx.x;
+    const uint32_t entry = source.entry_of(min(at, p.rows - 1));
+    const bool routed = at < p.rows && entry < p.slots;
+    const uint32_t lanes = __ballot_sync(kAllLanes, routed);
+    const uint32_t peers = routed ? __match_any_sync(lanes, entry) : 0;
+    const uint32_t earlier = __popc(peers & lanes_before());
+    uint16_t* mine = tallies + at / 32 * p.slots + entry;
+    __syncthreads();
+    if (routed && earlier == 0) *mine = __popc(peers);
+    __syncthreads();
+    Taken taken{0, 0};
+    for (uint32_t first = 0; first < p.slots; first += blockDim.x) {
+        const uint32_t index = first + at;
+        uint32_t rows = 0;
+        if (index < p.slots) {
+#pragma unroll 4
+            for (uint32_t warp = 0; warp < warps; ++warp) rows += tallies[warp * p.slots + index];
+        }
+        const uint32_t tile_rows = tile_rows_of(p, rows);
+        const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
+        Taken total;
+        const Taken start = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
+        write_tiles(p, index, start, rows);
+        uint32_t place = start.positions;
+        for (uint32_t warp = 0; warp < warps && rows > 0; ++warp) {
+            const uint32_t count = tallies[warp * p.slots + index];
+            tallies[warp * p.slots + index] = place;
+            place += count;
+        }
+        taken = taken + total;
+    }
+    __syncthreads();
+    if (routed) reinterpret_cast<uint32_t*>(p.perm)[*mine + earlier] = at;
+    if (at == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
+}
+
 // A range of entries, and how many rows each has: before the block's slice, and from there on.
 struct EntryRange {
     uint32_t first;
@@ -173,7 +232,6 @@ __device__ __forceinline__ void count_rows(const GroupParams& p, const Source& s
 
 // Writes the tiles of the range, each entry's by one of the blocks. On return `before` holds where the slice's first row of each entry goes.
 __device__ __forceinline__ Taken make_tiles(const GroupParams& p, const EntryRange& range, Taken* warp_sums, Taken taken) {
-    uint4* tiles = reinterpret_cast<uint4*>(p.tiles);
     for (uint32_t first = 0; first < range.entries; first += blockDim.x) {
         const uint32_t index = first + threadIdx.x;
         const bool here = index < range.entries;
@@ -184,12 +242,7 @@ __device__ __forceinline__ Taken make_tiles(const GroupParams& p, const EntryRan
         Taken total;
         const Taken at = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
         if (here) range.before[index] = at.positions + before;
-        if (index % gridDim.x == blockIdx.x) {
-            for (uint32_t i = 0; i < own_tiles && at.tiles + i < p.max_tiles; ++i) {
-                const uint32_t done = i * tile_rows;
-                tiles[at.tiles + i] = make_uint4(range.first + index, at.positions + done, min(tile_rows, rows - done), 0);
-            }
-        }
+        if (index % gridDim.x == blockIdx.x) write_tiles(p, range.first + index, at, rows);
         taken = taken + total;
     }
     return taken;
@@ -226,6 +279,7 @@ template <typename Source>
 __device__ __forceinline__ void group_counted(const GroupParams& p, Source& source, uint32_t capacity) {
     extern __shared__ uint32_t counts[];
     __shared__ Taken warp_sums[33];
+    wait_for_predecessor();
     source.prepare();
     const uint32_t slice = (p.rows + gridDim.x - 1) / gridDim.x;
     const uint32_t begin = min(blockIdx.x * slice, p.rows);
@@ -246,12 +300,15 @@ __device__ __forceinline__ void group_counted(const GroupParams& p, Source& sour
     if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }
 
+// `capacity` 0: the keys of rows are sorted.
 template <typename Source>
 __device__ __forceinline__ void group_rows(const GroupParams& p, Source source, uint32_t capacity) {
     let_dependents_start();
-    wait_for_predecessor();
-    if (p.rows <= kMaxGroupThreads) {
+    source.prefetch(p.rows);
+    if (capacity == 0) {
         group_sorted(p, source);
+    } else if (p.rows <= kMaxGroupThreads) {
+        group_tallied(p, source);
     } else {
         group_counted(p, source, capacity);
     }

@@ -326,6 +326,31 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
     shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
 }
 
+// Tiles of both kinds, 16 ranks of A in registers while the tile's rows go by, 8 at a time: where tiles are seldom full, no row is read or multiplied that is not
+// there. Partial sums are left to the expand kernel.
+__device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const SiteEnds& group_ends) {
+    __shared__ float exchange[kExchangeFloats];
+    const uint32_t site_index = site_of(group_ends, blockIdx.y);
+    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
+    const ShrinkWork work{blockIdx.x, first_rank, site_index};
+    const DeltaSite& site = p.sites[work.site];
+    const Lane lane = lane_of_thread();
+    bool waited = begin(p);
+    const uint32_t total = tile_total(p);
+    for (uint32_t index = blockIdx.z; index < total; index += gridDim.z) {
+        const Tile tile = tile_at(p, index);
+        const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
+        if (!tile_in_pass(p, tile) || work.first_rank >= adapter.rank) continue;
+        WeightChunk<true> a;
+        a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+        const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
+        if (!waited) wait_for_predecessor();
+        waited = true;
+        shrink_rows8<true, false>(p, site, work, tile, a, row, exchange);
+    }
+    if (!waited) wait_for_predecessor();
+}
+
 // A set's groups one after the other, 8 rows at a time.
 template <bool kAligned>
 __device__ __forceinline__ void shrink_groups(const DeltaParams& p, const GroupSet& set, int groups, uint32_t k_block,

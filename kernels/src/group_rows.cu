@@ -1,12 +1,12 @@
 #include "expert_entries.cuh"
 #include "group_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(kMaxGroupThreads)
+extern "C" __global__ void __launch_bounds__(kMaxGroupThreads, 1)
 lora_group_rows(const __grid_constant__ GroupParams p, uint32_t capacity) {
     group_rows(p, SlotSource{reinterpret_cast<const int32_t*>(p.seq_slot)}, capacity);
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxGroupThreads)
+extern "C" __global__ void __launch_bounds__(kMaxGroupThreads, 1)
 lora_group_experts(const __grid_constant__ GroupParams p, const __grid_constant__ EntryParams entries, uint32_t capacity) {
     __shared__ uint32_t kept[ExpertSource::kKeptBounds];
     group_rows(p, ExpertSource{entries, kept}, capacity);

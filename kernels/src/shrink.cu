@@ -5,6 +5,11 @@ lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds group_en
     shrink_small(p, group_ends);
 }
 
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 3)
+lora_shrink_streamed(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
+    shrink_streamed(p, group_ends);
+}
+
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
 lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
     shrink_mixed<true>(p, parts);

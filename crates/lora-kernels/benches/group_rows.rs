@@ -12,11 +12,7 @@ fn group_rows(c: &mut Criterion) {
     let mut group = c.benchmark_group("group_rows");
     for (rows, entries) in [(64, 64), (1024, 64), (8192, 4), (8192, 4096)] {
         let slots = Routing::Anywhere.row_slots(&mut Rng::new(1), rows, entries);
-        let spec = RowGroupsSpec {
-            max_rows: rows as u32,
-            entries,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new(rows as u32, entries, 48);
         let mut groups = RowGroups::new(backend.clone(), spec).expect("groups");
         let buffer = DeviceBuffer::from_slice(backend.clone(), &slots).expect("slots");
         let view = buffer.row_slots(rows).expect("slots");

@@ -81,6 +81,12 @@ pub(crate) const HEAD_WIDE_STAGES: u32 = 2;
 /// that they may be read before it has finished. Backends set it themselves.
 pub const FLAG_TILES_READY: u32 = 1;
 
+/// Flag of [`DeltaParams`]: rows are spread over many entries, so that tiles are seldom full.
+pub const FLAG_SPREAD: u32 = 2;
+
+/// Flag of [`DeltaParams`] for the expand kernel: the shrink kernel has left the partial sums of large tiles to be added up. Backends set it themselves.
+pub const FLAG_OPEN_SUMS: u32 = 4;
+
 /// Flag of [`ReplaceRowsParams`]: rows are multiplied.
 pub const FLAG_MULTIPLY: u32 = 1;
 
@@ -181,7 +187,7 @@ pub struct DeltaParams {
     pub pass_rows: u32,
     /// Tiles at most (grid size); the list may hold fewer. Where `tiles` is 0, the tiles there are.
     pub max_tiles: u32,
-    /// [`FLAG_TILES_READY`] or 0.
+    /// [`FLAG_TILES_READY`], [`FLAG_SPREAD`], [`FLAG_OPEN_SUMS`].
     pub flags: u32,
     /// The sites.
     pub sites: [DeltaSite; MAX_SITES],

@@ -95,11 +95,7 @@ impl Problem {
 
     /// Its rows as a [`RowGroups`](crate::RowGroups) holds them.
     pub(crate) fn row_groups(&self) -> RowGroupsSpec {
-        RowGroupsSpec {
-            max_rows: clamp(self.rows()),
-            entries: self.groups.len() as u32,
-            small_max: self.small_max,
-        }
+        RowGroupsSpec::new(clamp(self.rows()), self.groups.len() as u32, self.small_max)
     }
 
     /// (rows, rank) of every group that adapts `site`.

@@ -29,11 +29,7 @@ impl ExpertRows {
         max_rows: u32,
         small_max: u32,
     ) -> Result<Self, KernelError> {
-        let spec = RowGroupsSpec {
-            max_rows,
-            entries: tables.entries(),
-            small_max,
-        };
+        let spec = RowGroupsSpec::experts(max_rows, tables.entries(), small_max);
         Ok(Self {
             groups: RowGroups::new(memory, spec)?,
         })

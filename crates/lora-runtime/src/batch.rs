@@ -23,11 +23,11 @@ pub struct RoutedBatch {
 impl RoutedBatch {
     pub(crate) fn new(runtime: &LoraRuntime, max_rows: u32) -> Result<Self, RuntimeError> {
         let kernels = runtime.kernels();
-        let spec = RowGroupsSpec {
+        let spec = RowGroupsSpec::new(
             max_rows,
-            entries: runtime.weights().pool().max_loras,
-            small_max: kernels.options().gemv_max_m,
-        };
+            runtime.weights().pool().max_loras,
+            kernels.options().gemv_max_m,
+        );
         Ok(Self {
             rows: Vec::with_capacity(max_rows as usize),
             seq_slot: DeviceBuffer::zeroed(

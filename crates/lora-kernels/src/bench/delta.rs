@@ -56,11 +56,7 @@ impl<'d> DeltaBench<'d> {
         let memory = || Arc::clone(backend) as Arc<dyn DeviceMemory>;
         let copies = cold_copies(shape.bytes(layer), backend.caps().l2_bytes);
         let options = LaunchOptions::default();
-        let groups = RowGroupsSpec {
-            max_rows: shape.rows,
-            entries: shape.adapters,
-            small_max: options.gemv_max_m,
-        };
+        let groups = RowGroupsSpec::new(shape.rows, shape.adapters, options.gemv_max_m);
         let scratch = ScratchSpec {
             max_rows: shape.rows,
             max_rank: shape.pool_rank,

@@ -273,11 +273,8 @@ impl<'d> MoeBench<'d> {
             adapters: ints(&slots)?,
             residents: ints(&residents)?,
         };
-        let groups = RowGroupsSpec {
-            max_rows: rows,
-            entries: shape.adapters * layer.experts,
-            small_max: options.gemv_max_m,
-        };
+        let groups =
+            RowGroupsSpec::experts(rows, shape.adapters * layer.experts, options.gemv_max_m);
         let scratch = ScratchSpec {
             max_rows: rows,
             max_rank: shape.rank,

@@ -6,7 +6,7 @@ use super::plan::{
     plan_row_diff,
 };
 use super::{CudaError, DeviceTimer, Graph};
-use crate::params::{EntryParams, FLAG_TILES_READY, GroupParams};
+use crate::params::{EntryParams, FLAG_OPEN_SUMS, FLAG_TILES_READY, GroupParams};
 use crate::{
     DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LOGIT_PARTS, LogitsParams,
     LoraBackend, ReplaceRowsParams, RowDiffParams, Stream,
@@ -202,7 +202,7 @@ impl LoraBackend for CudaBackend {
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        let mut plan = plan_group_rows(Kernel::GroupRows, &params);
+        let mut plan = plan_group_rows(Kernel::GroupRows, &params, &self.caps);
         let mut arguments = [(&raw mut params).cast(), (&raw mut plan.capacity).cast()];
         self.enqueue(&plan.launch, stream, &mut arguments)?;
         self.just_grouped.set(stream);
@@ -217,7 +217,7 @@ impl LoraBackend for CudaBackend {
     ) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let (mut params, mut entries) = (*params, *entries);
-        let mut plan = plan_group_rows(Kernel::GroupExperts, &params);
+        let mut plan = plan_group_rows(Kernel::GroupExperts, &params, &self.caps);
         let mut arguments = [
             (&raw mut params).cast(),
             (&raw mut entries).cast(),
@@ -233,10 +233,12 @@ impl LoraBackend for CudaBackend {
         let mut params = *params;
         // A map of x rows may come straight from a kernel of the engine.
         let tiles_are_ready = !self.just_grouped.take(stream) && params.x_rows == 0;
-        params.flags = if tiles_are_ready { FLAG_TILES_READY } else { 0 };
+        if tiles_are_ready {
+            params.flags |= FLAG_TILES_READY;
+        }
         let mut plan = plan_delta(&params, &self.caps);
         let second = match plan.shrink.kernel {
-            Kernel::ShrinkSmall => (&raw mut plan.group_ends).cast(),
+            Kernel::ShrinkSmall | Kernel::ShrinkStreamed => (&raw mut plan.group_ends).cast(),
             _ => (&raw mut plan.k_parts).cast(),
         };
         self.enqueue(
@@ -245,7 +247,10 @@ impl LoraBackend for CudaBackend {
             &mut [(&raw mut params).cast(), second],
         )?;
         // The expand kernel starts when all blocks of the shrink kernel have waited for the grouping.
-        params.flags = FLAG_TILES_READY;
+        params.flags |= FLAG_TILES_READY;
+        if plan.shrink.kernel == Kernel::ShrinkStreamed {
+            params.flags |= FLAG_OPEN_SUMS;
+        }
         let mut expand = [
             (&raw mut params).cast(),
             (&raw mut plan.block_ends).cast(),

@@ -13,6 +13,8 @@ pub enum Kernel {
     GroupExperts,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
+    /// The same, tiles of up to 64 rows that pass by 16 ranks of A in registers.
+    ShrinkStreamed,
     /// The same, tiles of up to 64 rows, 64 ranks a block.
     ShrinkMixed,
     /// The same for rows that are not 16-byte aligned.
@@ -49,6 +51,7 @@ impl Kernel {
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
+        Self::ShrinkStreamed,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
         Self::ExpandSmall16,
@@ -71,6 +74,7 @@ impl Kernel {
             Self::GroupRows => "lora_group_rows",
             Self::GroupExperts => "lora_group_experts",
             Self::ShrinkSmall => "lora_shrink_small",
+            Self::ShrinkStreamed => "lora_shrink_streamed",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
             Self::ExpandSmall16 => "lora_expand_small_16",
@@ -91,7 +95,10 @@ impl Kernel {
     fn module(self) -> ModuleName {
         match self {
             Self::GroupRows | Self::GroupExperts => ModuleName::GroupRows,
-            Self::ShrinkSmall | Self::ShrinkMixed | Self::ShrinkUnaligned => ModuleName::Shrink,
+            Self::ShrinkSmall
+            | Self::ShrinkStreamed
+            | Self::ShrinkMixed
+            | Self::ShrinkUnaligned => ModuleName::Shrink,
             Self::ExpandSmall16
             | Self::ExpandSmall64
             | Self::ExpandMixed16

@@ -7,8 +7,8 @@ pub use overlay::{plan_gather_rows, plan_head_logits, plan_replace_rows, plan_ro
 use super::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD, EXPAND_THREADS,
-    GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, NARROW_STAGES, RANKS_A_BLOCK,
-    SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
+    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, NARROW_STAGES,
+    RANKS_A_BLOCK, SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -33,10 +33,12 @@ pub struct DeltaPlan {
 
 /// Shared memory for the counts of a grouping: with what the kernel has beside it, a block of every target has that much.
 const COUNT_BYTES: u32 = 80 * 1024;
+/// Rows whose keys are sorted rather than tallied, whatever the entries: two warps sort without waiting for each other much.
+const MOST_SORTED_ROWS: u32 = 64;
 /// Rows that a block of a counted grouping places, 32 at a time one after the other, once it has counted all rows.
-const SLICE_ROWS: u32 = 256;
+const SLICE_ROWS: u32 = 64;
 /// More blocks would each count all rows for fewer rows to place.
-const MOST_SLICES: u32 = 64;
+const MOST_SLICES: u32 = 128;
 
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
 const BLOCKS_A_UNIT: u32 = 4;
@@ -52,6 +54,10 @@ const MOST_GRID_YZ: u32 = 65_535;
 const MIXED_WAVES: u32 = 8;
 /// Blocks over large tiles that a multiprocessor runs at once.
 const MIXED_BLOCKS_A_UNIT: u32 = 2;
+/// Largest padded rank of spread rows whose tiles pass by A in registers: each 16 ranks read x again.
+const MOST_STREAMED_RANK: u32 = 32;
+/// Blocks of that kernel that a multiprocessor runs at once.
+const STREAMED_BLOCKS_A_UNIT: u32 = 3;
 /// Parts of the k blocks that are considered.
 const MOST_PARTS: u32 = 64;
 
@@ -149,6 +155,27 @@ fn plan_shrink(
         let launch = KernelPlan {
             kernel: Kernel::ShrinkSmall,
             grid,
+            block: SHRINK_THREADS,
+            shared_bytes: 0,
+        };
+        return ShrinkPlan {
+            launch,
+            ends: group_ends,
+            parts: params.k_blocks,
+        };
+    }
+    let most_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
+    if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= MOST_STREAMED_RANK {
+        let blocks = params.k_blocks * groups;
+        let most_tiles =
+            (MIXED_WAVES * STREAMED_BLOCKS_A_UNIT * caps.units).div_ceil(blocks.max(1));
+        let launch = KernelPlan {
+            kernel: Kernel::ShrinkStreamed,
+            grid: [
+                params.k_blocks,
+                groups,
+                params.max_tiles.min(most_tiles.clamp(1, MOST_GRID_YZ)),
+            ],
             block: SHRINK_THREADS,
             shared_bytes: 0,
         };
@@ -267,23 +294,36 @@ fn xa_pitch(max_rank: u32) -> u32 {
 /// How a grouping of rows is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupPlan {
-    /// One block that sorts up to `MAX_GROUP_THREADS` rows, or several that count.
+    /// One block, a thread a row, or several that count more rows than that.
     pub launch: KernelPlan<Kernel>,
-    /// Entries whose counts fit in shared memory; more entries take more passes over the rows. Not used where rows are sorted.
+    /// Entries whose counts fit in shared memory; where rows are counted, more entries take more passes over them. 0 where the rows' keys are sorted.
     pub capacity: u32,
 }
 
 /// Plans a grouping of rows by [`Kernel::GroupRows`] or [`Kernel::GroupExperts`].
-pub fn plan_group_rows(kernel: Kernel, params: &GroupParams) -> GroupPlan {
-    let most = COUNT_BYTES / (2 * 4);
-    let capacity = params.slots.clamp(1, most);
-    let sorted = params.rows <= MAX_GROUP_THREADS;
-    let (blocks, block, shared_bytes) = if sorted {
-        (1, params.rows.next_power_of_two().max(32), 0)
+pub fn plan_group_rows(kernel: Kernel, params: &GroupParams, caps: &DeviceCaps) -> GroupPlan {
+    let (blocks, block, shared_bytes, capacity);
+    if params.rows <= MAX_GROUP_THREADS {
+        let tallies =
+            u64::from(params.rows.div_ceil(32).next_power_of_two()) * u64::from(params.slots);
+        let tallied = params.rows > MOST_SORTED_ROWS && tallies * 2 <= COUNT_BYTES.into();
+        blocks = 1;
+        block = params.rows.next_power_of_two().max(32);
+        capacity = if tallied { params.slots } else { 0 };
+        shared_bytes = if tallied {
+            (tallies as u32 * 2).next_multiple_of(4)
+        } else {
+            0
+        };
     } else {
-        let slices = params.rows.div_ceil(SLICE_ROWS).min(MOST_SLICES);
-        (slices, MAX_GROUP_THREADS, 2 * 4 * capacity)
-    };
+        blocks = params
+            .rows
+            .div_ceil(SLICE_ROWS)
+            .min(caps.units.clamp(1, MOST_SLICES));
+        block = MAX_GROUP_THREADS;
+        capacity = params.slots.clamp(1, COUNT_BYTES / (2 * 4));
+        shared_bytes = 2 * 4 * capacity;
+    }
     let launch = KernelPlan {
         kernel,
         grid: [blocks, 1, 1],

@@ -23,28 +23,58 @@ pub struct RowGroupsSpec {
     pub max_rows: u32,
     /// Entries of the tables that routes will have, 1..=[`MAX_ENTRIES`]: slots for dense modules, slots x experts for experts.
     pub entries: u32,
-    /// Largest group cut into small tiles: [`LaunchOptions::gemv_max_m`](crate::LaunchOptions::gemv_max_m). A batch of at most
-    /// [`SMALL_BATCH`](Self::SMALL_BATCH) times as many rows is cut small whatever its groups.
+    /// Largest group cut into small tiles: [`LaunchOptions::gemv_max_m`](crate::LaunchOptions::gemv_max_m).
     pub small_max: u32,
+    /// Rows are those of a MoE block: a router spreads them over many entries, so that tiles are seldom full.
+    pub spread: bool,
 }
 
 impl RowGroupsSpec {
-    /// A batch of up to this many times `small_max` rows (288 by default) is cut into small tiles alone: kernels for them alone need fewer
-    /// registers, which wins over reading an adapter once for each 8 of its rows. docs/performance.md has the measurement.
+    /// A batch of up to this many times `small_max` rows (288 by default) is cut into small tiles alone: kernels for small tiles alone need fewer registers,
+    /// which wins over reading an adapter once for each 8 of its rows. docs/performance.md has the measurements.
     pub const SMALL_BATCH: u32 = 6;
+
+    /// A MoE block's batch of up to this many rows an entry is cut into small tiles alone.
+    pub const SMALL_ROWS_AN_ENTRY: u32 = 8;
+
+    /// For dense modules.
+    pub const fn new(max_rows: u32, entries: u32, small_max: u32) -> Self {
+        Self {
+            max_rows,
+            entries,
+            small_max,
+            spread: false,
+        }
+    }
+
+    /// For MoE blocks.
+    pub const fn experts(max_rows: u32, entries: u32, small_max: u32) -> Self {
+        Self {
+            spread: true,
+            ..Self::new(max_rows, entries, small_max)
+        }
+    }
+
+    /// Rows of the largest batch that is cut into small tiles whatever its groups.
+    fn small_batch(&self) -> u32 {
+        let few = self.small_max.saturating_mul(Self::SMALL_BATCH);
+        let spread = match self.spread {
+            true => self.entries.saturating_mul(Self::SMALL_ROWS_AN_ENTRY),
+            false => 0,
+        };
+        few.max(spread)
+    }
 
     /// Room in the tile list: the most tiles that any batch of up to `max_rows` rows can give.
     pub fn max_tiles(&self) -> u32 {
-        let small_batch = self
-            .max_rows
-            .min(self.small_max.saturating_mul(Self::SMALL_BATCH));
+        let small_batch = self.max_rows.min(self.small_batch());
         self.tile_bound(self.max_rows)
             .max(self.tile_bound(small_batch))
     }
 
     /// Largest group cut into small tiles in a batch of `rows` rows.
     pub fn small_max_of(&self, rows: u32) -> u32 {
-        if rows <= self.small_max.saturating_mul(Self::SMALL_BATCH) {
+        if rows <= self.small_batch() {
             rows.max(self.small_max)
         } else {
             self.small_max
@@ -274,11 +304,7 @@ mod tests {
 
     fn groups(max_rows: u32, entries: u32) -> (Arc<HostBackend>, RowGroups) {
         let backend = Arc::new(HostBackend::new());
-        let spec = RowGroupsSpec {
-            max_rows,
-            entries,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new(max_rows, entries, 48);
         let groups = RowGroups::new(backend.clone(), spec).unwrap();
         (backend, groups)
     }
@@ -341,11 +367,7 @@ mod tests {
     fn sizes_outside_the_limits_are_refused() {
         let backend = Arc::new(HostBackend::new());
         for (max_rows, entries) in [(0, 1), (1, 0), (MAX_ROWS + 1, 1), (1, MAX_ENTRIES + 1)] {
-            let spec = RowGroupsSpec {
-                max_rows,
-                entries,
-                small_max: 48,
-            };
+            let spec = RowGroupsSpec::new(max_rows, entries, 48);
             let error = RowGroups::new(backend.clone(), spec).unwrap_err();
             assert!(matches!(error, KernelError::OutOfRange { .. }));
         }

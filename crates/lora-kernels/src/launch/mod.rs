@@ -13,8 +13,8 @@ pub(crate) use sites::check_equal;
 pub use sites::{PairSite, RouteSite};
 
 use crate::{
-    BLOCK_K, DeltaParams, DeltaSite, KernelError, LARGE_TILE_ROWS, MAX_ROWS, MAX_SITES, MAX_WIDTH,
-    MatRef, Operand, RowGroups, RowIndices, SMALL_TILE_ROWS, Scratch, Stream,
+    BLOCK_K, DeltaParams, DeltaSite, FLAG_SPREAD, KernelError, LARGE_TILE_ROWS, MAX_ROWS,
+    MAX_SITES, MAX_WIDTH, MatRef, Operand, RowGroups, RowIndices, SMALL_TILE_ROWS, Scratch, Stream,
 };
 use bytemuck::Zeroable;
 use sites::{Site, check_out};
@@ -170,6 +170,7 @@ pub fn apply_lora_bgmv<'x>(
         x_rows,
         x_div,
         max_tiles: groups.current_max_tiles(),
+        flags: if groups.spec().spread { FLAG_SPREAD } else { 0 },
         ..common_params(routed.x, rows)
     };
     launch(ctx, kind, (routed.x, common), sites)

@@ -69,11 +69,7 @@ impl Setup {
     }
 
     fn groups(&self, entries: u32, slots: &[i32]) -> RowGroups {
-        let spec = RowGroupsSpec {
-            max_rows: 64,
-            entries,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new(64, entries, 48);
         let mut groups = RowGroups::new(self.backend.clone(), spec).unwrap();
         groups.build_host(slots).unwrap();
         groups

@@ -89,11 +89,7 @@ impl Setup {
         let x = self.zeros(ROWS * hidden);
         let mut logits =
             DeviceBuffer::from_slice(self.backend.clone(), &vec![7_f32; ROWS * width])?;
-        let spec = RowGroupsSpec {
-            max_rows: 8,
-            entries: 1,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new(8, 1, 48);
         let mut groups = RowGroups::new(self.backend.clone(), spec)?;
         groups.build_host(&[0; ROWS])?;
         let view = LogitsMut::F32(logits.f32_mat_mut(ROWS, width, width)?);

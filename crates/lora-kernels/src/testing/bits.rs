@@ -173,11 +173,7 @@ pub fn groupings_agree_with_the_rule(backend: &TestBackend) {
         for (entries, small_max) in [(1, 48), (3, 0), (64, 48), (512, u32::MAX), (70_000, 48)] {
             for routing in Routing::ALL {
                 let slots = routing.row_slots(&mut rng, rows, entries);
-                let spec = RowGroupsSpec {
-                    max_rows: 5000,
-                    entries,
-                    small_max,
-                };
+                let spec = RowGroupsSpec::new(5000, entries, small_max);
                 let mut groups = RowGroups::new(memory(), spec).expect("groups");
                 let buffer = DeviceBuffer::from_slice(memory(), &slots).expect("upload");
                 let view = buffer.row_slots(rows).expect("slots");

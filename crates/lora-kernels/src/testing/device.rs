@@ -53,11 +53,11 @@ impl<'a> DeviceBatch<'a> {
             let tables = adapters.iter().zip(&batch.shape.sites);
             let tables = tables
                 .map(|(slots, site)| upload_tables(&memory(), slots, (batch.shape.k_in, site)));
-            let groups = RowGroupsSpec {
-                max_rows: batch.rows().max(1) as u32,
-                entries: batch.shape.slots,
-                small_max: options.gemv_max_m,
-            };
+            let groups = RowGroupsSpec::new(
+                batch.rows().max(1) as u32,
+                batch.shape.slots,
+                options.gemv_max_m,
+            );
             Ok(Self {
                 x: buffer(&batch.x)?,
                 outs: batch

@@ -126,11 +126,7 @@ impl Case {
             offsets: offsets.row_indices(experts + 1).expect("view"),
             tokens: tokens.row_indices(rows).expect("view"),
         };
-        let spec = RowGroupsSpec {
-            max_rows: rows as u32,
-            entries: space.entries().expect("in range"),
-            small_max,
-        };
+        let spec = RowGroupsSpec::new(rows as u32, space.entries().expect("in range"), small_max);
         let mut groups = RowGroups::new(memory(), spec).expect("groups");
         for (routing, entries) in [
             (unsorted, self.unsorted_entries()),

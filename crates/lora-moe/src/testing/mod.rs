@@ -22,7 +22,7 @@ pub use router::router_folds_agree;
 use lora_kernels::testing::TestBackend;
 
 /// The shapes that every backend is held to.
-pub const SHAPES: [MoeShape; 12] = {
+pub const SHAPES: [MoeShape; 14] = {
     use Choice::{OneExpert, PastTheTable, Spread};
     const fn shape(tokens: usize, top_k: usize, num_experts: usize, choice: Choice) -> MoeShape {
         MoeShape {
@@ -45,6 +45,8 @@ pub const SHAPES: [MoeShape; 12] = {
         shape(90, 1, 8, OneExpert),
         shape(350, 1, 8, OneExpert),
         shape(60, 8, 8, Spread),
+        shape(1100, 1, 8, OneExpert),
+        shape(180, 8, 8, Spread),
     ]
 };
 

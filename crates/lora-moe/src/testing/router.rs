@@ -39,11 +39,7 @@ pub fn router_folds_agree(backend: &TestBackend) {
         max_k_in: HIDDEN as u32,
     };
     let mut scratch = Scratch::new(Arc::clone(&memory), spec).expect("scratch");
-    let spec = RowGroupsSpec {
-        max_rows: ROWS as u32,
-        entries: 2,
-        small_max: options.gemv_max_m,
-    };
+    let spec = RowGroupsSpec::new(ROWS as u32, 2, options.gemv_max_m);
     let mut groups = RowGroups::new(Arc::clone(&memory), spec).expect("groups");
     groups.build_host(&slots).expect("slots exist");
     let x_buffer = DeviceBuffer::from_slice(Arc::clone(&memory), &x).expect("upload");

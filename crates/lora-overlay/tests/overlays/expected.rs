@@ -74,11 +74,7 @@ impl Batch {
     }
 
     fn groups(&self, world: &World, entries: u32) -> RowGroups {
-        let spec = RowGroupsSpec {
-            max_rows: (self.slots.len() as u32).max(1),
-            entries,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new((self.slots.len() as u32).max(1), entries, 48);
         let mut groups = RowGroups::new(world.memory(), spec).expect("groups");
         let slots = DeviceBuffer::from_slice(world.backend.clone(), &self.slots).expect("memory");
         let list = slots.row_slots(self.slots.len()).expect("fits");

@@ -82,11 +82,7 @@ impl Apply {
             .collect();
         let row_slots: Vec<i32> = (0..rows).map(|row| (row % adapters) as i32).collect();
         let options = LaunchOptions::default();
-        let spec = RowGroupsSpec {
-            max_rows: rows,
-            entries: adapters,
-            small_max: options.gemv_max_m,
-        };
+        let spec = RowGroupsSpec::new(rows, adapters, options.gemv_max_m);
         let l2_bytes = backend.caps().l2_bytes;
         let bytes = u64::from(adapters) * (ids.len() * hidden * 2) as u64;
         let copies = match l2_bytes {

@@ -104,13 +104,13 @@ fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
             slots,
             ..GroupParams::zeroed()
         };
-        plan_group_rows(Kernel::GroupRows, &params)
+        plan_group_rows(Kernel::GroupRows, &params, &gb10())
     };
-    let counted = group(8192, 512);
+    let counted = group(2048, 512);
     assert_eq!((counted.launch.grid[0], counted.launch.block), (32, 1024));
     assert_eq!((counted.capacity, counted.launch.shared_bytes), (512, 4096));
     let many = group(1 << 24, 4096 * 512);
-    assert_eq!(many.launch.grid[0], MOST_SLICES);
+    assert_eq!(many.launch.grid[0], gb10().units);
     assert!(many.capacity < 4096 * 512 && many.launch.shared_bytes <= GB10_SHARED);
 }
 
@@ -147,7 +147,7 @@ proptest! {
     fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21, rows in 1_u32..1 << 24) {
         let params = params(&problem);
         let plan = plan_delta(&params, &gb10());
-        let group = plan_group_rows(Kernel::GroupExperts, &GroupParams { rows, slots, ..GroupParams::zeroed() });
+        let group = plan_group_rows(Kernel::GroupExperts, &GroupParams { rows, slots, ..GroupParams::zeroed() }, &gb10());
         for launch in [plan.shrink, plan.expand, group.launch] {
             prop_assert!(launch.shared_bytes <= GB10_SHARED, "{launch}");
             prop_assert!(launch.block <= 1024 && launch.block.is_multiple_of(32), "{launch}");
@@ -165,17 +165,22 @@ proptest! {
 }
 
 #[test]
-fn few_rows_are_sorted_a_thread_each() {
-    for (rows, threads) in [(1, 32), (32, 32), (33, 64), (512, 512), (1024, 1024)] {
+fn rows_that_a_block_has_threads_for_are_sorted_or_tallied() {
+    let plan = |rows, slots| {
         let params = GroupParams {
             rows,
-            slots: 4096 * 512,
+            slots,
             ..GroupParams::zeroed()
         };
-        let plan = plan_group_rows(Kernel::GroupExperts, &params).launch;
-        assert_eq!(
-            (plan.grid, plan.block, plan.shared_bytes),
-            ([1, 1, 1], threads, 0)
-        );
+        let plan = plan_group_rows(Kernel::GroupExperts, &params, &gb10());
+        assert_eq!(plan.launch.grid, [1, 1, 1]);
+        (plan.launch.block, plan.launch.shared_bytes, plan.capacity)
+    };
+    for (rows, threads) in [(1, 32), (33, 64), (64, 64), (512, 512), (1024, 1024)] {
+        assert_eq!(plan(rows, 4096 * 512), (threads, 0, 0));
     }
+    assert_eq!(plan(64, 128), (64, 0, 0));
+    assert_eq!(plan(65, 127), (128, 4 * 127 * 2, 127));
+    assert_eq!(plan(512, 2560), (512, 80 * 1024, 2560));
+    assert_eq!(plan(512, 2561), (512, 0, 0));
 }

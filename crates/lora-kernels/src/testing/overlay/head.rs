@@ -52,11 +52,7 @@ pub fn logits_of(
     let (rows, hidden, vocab) = (batch.rows(), batch.hidden as usize, batch.vocab as usize);
     let (x_stride, stride) = (hidden + way.gap, vocab + way.gap);
     let x = upload(backend, &strided(&batch.x, hidden, way.gap, bf16::NAN));
-    let spec = RowGroupsSpec {
-        max_rows: rows as u32,
-        entries: batch.overlays.len() as u32,
-        small_max: way.small_max,
-    };
+    let spec = RowGroupsSpec::new(rows as u32, batch.overlays.len() as u32, way.small_max);
     let mut groups = RowGroups::new(Arc::clone(backend) as _, spec).expect("groups");
     let slots = upload(backend, &batch.row_slots);
     let grouped = if way.grouped_on_device {

@@ -25,11 +25,7 @@ struct Step {
 impl Step {
     fn new(backend: &TestBackend, batch: &OverlayBatch) -> Self {
         let (rows, vocab, hidden) = (batch.rows(), batch.vocab as usize, batch.hidden as usize);
-        let spec = RowGroupsSpec {
-            max_rows: rows as u32,
-            entries: batch.overlays.len() as u32,
-            small_max: 48,
-        };
+        let spec = RowGroupsSpec::new(rows as u32, batch.overlays.len() as u32, 48);
         Self {
             backend: Arc::clone(backend),
             kernels: kernels(backend),
