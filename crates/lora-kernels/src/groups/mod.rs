@@ -300,6 +300,20 @@ impl RowGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_spread_batch_is_cut_small_up_to_a_few_rows_an_entry() {
+        let dense = RowGroupsSpec::new(10_000, 128, 48);
+        let experts = RowGroupsSpec::experts(10_000, 128, 48);
+        let tile_rows = |rows| (dense.tile_rows(rows), experts.tile_rows(rows));
+        assert_eq!(tile_rows(288), (8, 8));
+        assert_eq!(tile_rows(1024), (64, 8));
+        assert_eq!(tile_rows(1025), (64, 64));
+        for rows in [288, 1024, 1025, 10_000] {
+            assert!(experts.tile_bound(rows) <= experts.max_tiles());
+        }
+    }
+
     use crate::host::HostBackend;
 
     fn groups(max_rows: u32, entries: u32) -> (Arc<HostBackend>, RowGroups) {

@@ -115,6 +115,20 @@ fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
 }
 
 #[test]
+fn spread_rows_pass_by_a_in_registers_up_to_rank_32() {
+    let kernel = |rank, rows, flags| {
+        let mut params = params(&Problem::uniform(rows, 128, rank, (2048, &[768, 768])));
+        params.flags = flags;
+        plan_delta(&params, &gb10()).shrink.kernel
+    };
+    assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
+    assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
+    assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixed);
+    assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixed);
+    assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
+}
+
+#[test]
 fn sites_beyond_one_launch_count_as_further_launches() {
     let plan = plan(&Problem::uniform(9000, 3, 16, (4096, &[64; 5])), &gb10());
     assert_eq!(plan.launches, 2 * 2);
@@ -144,8 +158,9 @@ fn problems() -> impl Strategy<Value = Problem> {
 
 proptest! {
     #[test]
-    fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21, rows in 1_u32..1 << 24) {
-        let params = params(&problem);
+    fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21, rows in 1_u32..1 << 24, flags in prop::sample::select(vec![0, FLAG_SPREAD])) {
+        let mut params = params(&problem);
+        params.flags = flags;
         let plan = plan_delta(&params, &gb10());
         let group = plan_group_rows(Kernel::GroupExperts, &GroupParams { rows, slots, ..GroupParams::zeroed() }, &gb10());
         for launch in [plan.shrink, plan.expand, group.launch] {
