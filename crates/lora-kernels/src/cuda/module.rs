@@ -47,7 +47,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,

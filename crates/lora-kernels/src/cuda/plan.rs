@@ -36,9 +36,9 @@ const COUNT_BYTES: u32 = 80 * 1024;
 /// Rows whose keys are sorted rather than tallied, whatever the entries: two warps sort without waiting for each other much.
 const MOST_SORTED_ROWS: u32 = 64;
 /// Rows that a block of a counted grouping places, 32 at a time one after the other, once it has counted all rows.
-const SLICE_ROWS: u32 = 64;
+const SLICE_ROWS: u32 = 256;
 /// More blocks would each count all rows for fewer rows to place.
-const MOST_SLICES: u32 = 128;
+const MOST_SLICES: u32 = 64;
 
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
 const BLOCKS_A_UNIT: u32 = 4;
@@ -271,7 +271,7 @@ fn plan_expand(
 
 /// More runs of outputs a block mean fewer blocks that each do less setting up: as many as leave every multiprocessor a few blocks.
 fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &DeviceCaps) -> u32 {
-    let tiles = if small {
+    let tiles = if small || params.flags & FLAG_SPREAD != 0 {
         params.max_tiles
     } else {
         params.rows.div_ceil(LARGE_TILE_ROWS)

@@ -25,7 +25,8 @@ pub struct RowGroupsSpec {
     pub entries: u32,
     /// Largest group cut into small tiles: [`LaunchOptions::gemv_max_m`](crate::LaunchOptions::gemv_max_m).
     pub small_max: u32,
-    /// Rows are those of a MoE block: a router spreads them over many entries, so that tiles are seldom full.
+    /// Rows are those of a MoE block: a router spreads them over many entries, so that tiles are seldom full. Above [`SMALL_TILE_ROWS`] a group is cut large,
+    /// whatever `small_max`, unless the whole batch is cut small.
     pub spread: bool,
 }
 
@@ -76,6 +77,9 @@ impl RowGroupsSpec {
     pub fn small_max_of(&self, rows: u32) -> u32 {
         if rows <= self.small_batch() {
             rows.max(self.small_max)
+        } else if self.spread {
+            // A second small tile would read the adapter again.
+            self.small_max.min(SMALL_TILE_ROWS)
         } else {
             self.small_max
         }

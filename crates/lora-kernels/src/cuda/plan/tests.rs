@@ -107,7 +107,7 @@ fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
         plan_group_rows(Kernel::GroupRows, &params, &gb10())
     };
     let counted = group(2048, 512);
-    assert_eq!((counted.launch.grid[0], counted.launch.block), (32, 1024));
+    assert_eq!((counted.launch.grid[0], counted.launch.block), (8, 1024));
     assert_eq!((counted.capacity, counted.launch.shared_bytes), (512, 4096));
     let many = group(1 << 24, 4096 * 512);
     assert_eq!(many.launch.grid[0], gb10().units);
