@@ -10,6 +10,7 @@ use lora_weights::{
 };
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// Data that a comparison with the `safetensors` crate makes room for, bytes.
 const MOST_DATA: u64 = 1 << 16;
@@ -47,20 +48,50 @@ pub(super) fn header(data: &[u8]) {
     }
 }
 
-/// A byte that names a model, a byte of rules, two bytes of config length, the config, then the weights file.
+/// An adapter folder as one input: a byte that names a model, a byte of rules, two bytes of config length, the config, then the
+/// weights file.
+pub(super) struct Split<'a> {
+    pub(super) which: u8,
+    pub(super) flags: u8,
+    pub(super) config: &'a [u8],
+    pub(super) weights: &'a [u8],
+}
+
+impl<'a> Split<'a> {
+    pub(super) fn of(data: &'a [u8]) -> Option<Self> {
+        let [which, flags, low, high, files @ ..] = data else {
+            return None;
+        };
+        let length = usize::from(u16::from_le_bytes([*low, *high]));
+        let (config, weights) = files.split_at(length.min(files.len()));
+        Some(Self {
+            which: *which,
+            flags: *flags,
+            config,
+            weights,
+        })
+    }
+
+    /// Writes both files.
+    pub(super) fn write(&self, dir: &Path) {
+        let files = [
+            ("adapter_config.json", self.config),
+            ("adapter_model.safetensors", self.weights),
+        ];
+        for (name, bytes) in files {
+            std::fs::write(dir.join(name), bytes).expect("a file is written");
+        }
+    }
+}
+
+/// A folder that a stranger filled.
 pub(super) fn folder(data: &[u8]) {
-    let [which, flags, low, high, files @ ..] = data else {
+    let Some(split) = Split::of(data) else {
         return;
     };
-    let length = usize::from(u16::from_le_bytes([*low, *high]));
-    let (config, weights) = files.split_at(length.min(files.len()));
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let write = |name: &str, bytes: &[u8]| {
-        std::fs::write(dir.path().join(name), bytes).expect("a file is written");
-    };
-    write("adapter_config.json", config);
-    write("adapter_model.safetensors", weights);
-    let (spec, pool) = (model(*which), pool(*flags));
+    split.write(dir.path());
+    let (spec, pool) = (model(split.which), pool(split.flags));
     let options = ParseOptions::default();
     let report = audit_dir(dir.path(), &options, spec, &pool);
     check_report(&report);
@@ -99,7 +130,7 @@ pub(super) fn tensors(data: &[u8]) {
 }
 
 /// A pool by flags: what it has room for and what it permits.
-fn pool(flags: u8) -> PoolSpec {
+pub(super) fn pool(flags: u8) -> PoolSpec {
     let bit = |at: u8| flags >> at & 1 == 1;
     PoolSpec {
         modules: if bit(0) {

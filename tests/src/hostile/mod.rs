@@ -3,6 +3,7 @@
 
 mod adapters;
 mod configs;
+mod landing;
 mod names;
 mod seeds;
 
@@ -15,10 +16,11 @@ use std::sync::LazyLock;
 pub type Body = fn(&[u8]);
 
 /// Every fuzz target by name.
-pub const TARGETS: [(&str, Body); 7] = [
+pub const TARGETS: [(&str, Body); 8] = [
     ("adapter_config", configs::adapter_config),
     ("adapter_folder", adapters::folder),
     ("adapter_tensors", adapters::tensors),
+    ("landing_plan", landing::landing_plan),
     ("lora_toml", configs::lora_toml),
     ("model_config", configs::model_config),
     ("safetensors_header", adapters::header),

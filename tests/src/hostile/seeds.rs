@@ -45,6 +45,7 @@ pub fn seeds_of(case: &Path) -> Vec<Seed> {
     folder.extend((config.len() as u16).to_le_bytes());
     folder.extend(&config);
     folder.extend(&weights);
+    seeds.push(Seed::new("landing_plan", folder.clone()));
     seeds.push(Seed::new("adapter_folder", folder));
     let Some((length, rest)) = weights.split_first_chunk::<8>() else {
         return seeds;
