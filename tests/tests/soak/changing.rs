@@ -1,7 +1,7 @@
 //! Threads that change what the slots hold.
 
 use crate::contents::NAMES;
-use crate::{Random, SLOTS, Soak, faulty};
+use crate::{EndOnPanic, Random, SLOTS, Soak, faulty};
 use lora_runtime::RuntimeError;
 use lora_runtime::weights::{
     LoraAdapterInput, SlotTarget, SlotTransaction, StagedAdapter, Unloaded, WeightsError,
@@ -51,6 +51,7 @@ pub(crate) fn fill(soak: &Soak) {
 
 /// Changes until enough rows are served.
 pub(crate) fn run(soak: &Soak, mut random: Random) -> Change {
+    let _guard = EndOnPanic(soak);
     let mut change = Change::default();
     while !soak.done() {
         soak.begun.fetch_add(1, Ordering::Relaxed);

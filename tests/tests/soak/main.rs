@@ -54,8 +54,19 @@ struct Soak {
     contents: Contents,
     served: AtomicU64,
     begun: AtomicU64,
-    /// A row was wrong: there is nothing more to learn.
+    /// A row was wrong, or a thread has panicked: there is nothing more to learn.
     found: AtomicBool,
+}
+
+/// Ends the run where its thread panics, which others would otherwise wait for.
+struct EndOnPanic<'a>(&'a Soak);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.found.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Soak {

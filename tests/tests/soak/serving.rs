@@ -1,7 +1,7 @@
 //! Threads that serve rows and look at every one.
 
 use crate::contents::{Code, WIDTH};
-use crate::{Random, SLOTS, Soak};
+use crate::{EndOnPanic, Random, SLOTS, Soak};
 use half::bf16;
 use lora_runtime::kernels::{DeviceBuffer, Scratch, Stream};
 use lora_runtime::weights::{BASE_SLOT, LoraModule, SlotLease};
@@ -66,6 +66,7 @@ struct Step {
 
 /// Serves until enough rows are served by all threads together.
 pub(crate) fn run(soak: &Soak, mut random: Random, memory: Memory) -> Serve {
+    let _guard = EndOnPanic(soak);
     let mut step = Step::new(soak);
     let mut serve = Serve::default();
     let mut seen = HashSet::new();
