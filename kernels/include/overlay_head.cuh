@@ -313,8 +313,7 @@ struct Head {
         }
     }
 
-    __device__ __forceinline__ void store_logit(uint32_t row, uint32_t id, float value) const {
-        const uint64_t at = row * p.logits_stride + id;
+    __device__ __forceinline__ void store_logit(uint64_t at, float value) const {
         if (p.flags & kFlagF32Logits) {
             reinterpret_cast<float*>(p.logits)[at] = value;
         } else {
@@ -322,17 +321,25 @@ struct Head {
         }
     }
 
-    // Stores `kColumns` ids from the block's `first` on, of all rows of the item; `value(row, id)` is a logit.
+    // Stores `kColumns` ids from the block's `first` on, of all rows of the item; `value(row, id)` is a logit. Lanes take neighbouring ids, so that a whole
+    // table's are stored together.
     template <int kColumns, typename Value>
     __device__ __forceinline__ void store(const HeadItem& item, uint32_t first, Value value) const {
         const uint32_t lane = threadIdx.x % 32;
-#pragma unroll 1
-        for (uint32_t column = first + lane; column < first + kColumns; column += 32) {
-            const uint32_t id = column < item.id_count ? __ldcg(reinterpret_cast<const uint32_t*>(item.ids) + column) : ~0u;
-#pragma unroll 8
-            for (uint32_t row = threadIdx.x / 32; row < item.count; row += kHeadWarps) {
-                const uint32_t out = head_row(p, item.first_position + row);
-                if (id < p.vocab && out < p.rows) store_logit(out, id, value(row, column));
+        uint32_t ids[kColumns / 32];
+#pragma unroll
+        for (int i = 0; i < kColumns / 32; ++i) {
+            const uint32_t column = first + i * 32 + lane;
+            ids[i] = column < item.id_count ? __ldcg(reinterpret_cast<const uint32_t*>(item.ids) + column) : ~0u;
+        }
+#pragma unroll 8 / (kColumns / 32)
+        for (uint32_t row = threadIdx.x / 32; row < item.count; row += kHeadWarps) {
+            const uint32_t out = head_row(p, item.first_position + row);
+            if (out >= p.rows) continue;
+            const uint64_t start = out * p.logits_stride;
+#pragma unroll
+            for (int i = 0; i < kColumns / 32; ++i) {
+                if (ids[i] < p.vocab) store_logit(start + ids[i], value(row, first + i * 32 + lane));
             }
         }
     }

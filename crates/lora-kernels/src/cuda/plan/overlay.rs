@@ -43,8 +43,8 @@ const fn head_bytes(rows: u32, stages: u32) -> u32 {
     stages * (HEAD_IDS + rows) * HEAD_STAGE_K * 2 + rows * HEAD_IDS * 4
 }
 
-/// Plans the head. Overlays change under a captured graph, so the grid is what the device runs at once, whatever they hold: `clusters` is how
-/// many clusters of [`LOGIT_PARTS`] blocks that is.
+/// Plans the head. Overlays change under a captured graph, so blocks take what work there is in turn. `clusters` of [`LOGIT_PARTS`] blocks run at
+/// once; where less work is expected there are fewer, so that each has a multiprocessor to itself.
 ///
 /// A batch of more rows than a cluster takes at a time goes through whole blocks where its overlays are expected to have an item for every
 /// other multiprocessor, and a block has the shared memory.
@@ -75,9 +75,17 @@ pub fn plan_head_logits(
         true => (Kernel::HeadSplitLow, HEAD_LOW_STAGES),
         false => (Kernel::HeadUnaligned, HEAD_LOW_STAGES),
     };
+    let chunks = params
+        .rows
+        .div_ceil(HEAD_SPLIT_ROWS)
+        .max(params.slots.min(params.rows));
+    let expected = match items.saturating_mul(chunks) {
+        0 => clusters,
+        items => items.min(clusters),
+    };
     KernelPlan {
         kernel,
-        grid: [clusters.max(1) * LOGIT_PARTS, 1, 1],
+        grid: [expected.max(1) * LOGIT_PARTS, 1, 1],
         block: HEAD_THREADS,
         shared_bytes: head_bytes(HEAD_SPLIT_ROWS, stages),
     }
@@ -116,8 +124,7 @@ mod tests {
         assert_eq!(plan(1, 152_000).kernel, Kernel::HeadSplit);
         let wide = plan(256, 152_000);
         assert_eq!((wide.kernel, wide.grid), (Kernel::HeadWide, [132, 1, 1]));
-        let split = plan(1, 3);
-        assert_eq!((split.grid, split.shared_bytes), ([128, 1, 1], 104 << 10));
+        assert_eq!(plan(1, 3).shared_bytes, 104 << 10);
         assert!(wide.shared_bytes + STATIC_SHARED <= 232_448);
     }
 
@@ -147,11 +154,21 @@ mod tests {
     }
 
     #[test]
-    fn a_grid_is_whole_clusters_and_never_empty() {
-        for clusters in 0..40 {
-            let plan = plan_head_logits(&head(8, 100), &caps(132, 232_448), clusters);
-            assert_eq!(plan.grid[0], clusters.max(1) * 4);
-        }
+    fn a_grid_is_as_many_clusters_as_there_is_work_for_or_run_at_once() {
+        let clusters = |rows, slots, ids, most| {
+            let params = LogitsParams {
+                slots,
+                ..head(rows, ids)
+            };
+            let plan = plan_head_logits(&params, &caps(132, 232_448), most);
+            assert!(plan.grid[0].is_multiple_of(LOGIT_PARTS));
+            plan.grid[0] / LOGIT_PARTS
+        };
+        assert_eq!(clusters(256, 4, 1024, 60), 32, "8 times 128 ids of 4 slots");
+        assert_eq!(clusters(8, 8, 16, 60), 8, "a slot's ids each");
+        assert_eq!(clusters(1, 4, 152_000, 60), 60, "as many as run at once");
+        assert_eq!(clusters(8, 4, 0, 60), 60, "nothing is known");
+        assert_eq!(clusters(8, 4, 100, 0), 1);
     }
 
     #[test]
