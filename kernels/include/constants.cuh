@@ -4,14 +4,15 @@
 
 constexpr int kMaxSites = 4;
 constexpr int kSmallTileRows = 8;
-constexpr int kLargeTileRows = 64;
+constexpr int kLargeTileRows = 128;
 constexpr int kChunkK = 128;
 constexpr int kBlockK = 1024;
 constexpr int kRanksABlock = 64;
 constexpr int kShrinkThreads = 256;
-constexpr int kNarrowStages = 4;
-constexpr int kWideStages = 3;
+constexpr int kShrinkStages = 2;
 constexpr int kExchangePitch = 20;
+constexpr int kSumThreads = 128;
+constexpr int kSumRows = 8;
 constexpr int kExpandThreads = 128;
 constexpr int kWarpOutputs = 64;
 constexpr int kExpandAhead = 4;

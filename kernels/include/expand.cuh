@@ -96,41 +96,48 @@ struct ExpandTile {
 
 // xa of a small tile: the block sums of its rows, added in order. 16 threads a row, 4 ranks a thread.
 __device__ __forceinline__ void load_small_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    static_assert(kExpandThreads == kSmallTileRows * 16);
+    static_assert(kExpandThreads == kSmallTileRows * 16 && kExpandThreads == kLargeTileRows);
     const uint32_t row = threadIdx.x / 16;
     if (row >= t.tile.count) return;
     for (uint32_t rank = threadIdx.x % 16 * 4; rank < t.ranks; rank += kRanksABlock) {
-        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = finish_xa<3>(t.p, t.site, t.tile.first + row, rank);
+        XaSum<4> sum;
+        sum.ask(t.p, t.site, t.tile.first + row, rank, true);
+        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = sum.finish(t.p);
     }
 }
 
-// xa of a large tile whose block sums are still to be added: 4 ranks a thread, as few idle as there can be.
-__device__ __forceinline__ void load_open_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
+// xa of `count` rows of a large tile from `first` on, whose block sums are still to be added: 4 ranks a thread, as few idle as there can be.
+__device__ __forceinline__ void load_open_xa(const ExpandTile& t, uint32_t first, uint32_t count, char* xa, uint32_t pitch) {
     const uint32_t quads = t.ranks / 4;
-    const uint32_t items = t.tile.count * quads;
 #pragma unroll 2
-    for (uint32_t item = threadIdx.x; item < items; item += kExpandThreads) {
+    for (uint32_t item = threadIdx.x; item < count * quads; item += kExpandThreads) {
         const uint32_t row = item / quads;
         const uint32_t rank = item % quads * 4;
-        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = finish_xa<3>(t.p, t.site, t.tile.first + row, rank);
+        XaSum<4> sum;
+        sum.ask(t.p, t.site, t.tile.first + first + row, rank, true);
+        *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = sum.finish(t.p);
     }
 }
 
-// xa of a large tile, as the shrink kernel finished it. 8 threads a row, 8 ranks a thread.
-__device__ __forceinline__ void load_large_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
-    constexpr int kRowsATurn = kExpandThreads / 8;
-    constexpr int kTurns = kLargeTileRows / kRowsATurn;
+// The same of a tile whose sums are finished, asked for into shared memory. 8 threads a row, 8 ranks a thread.
+__device__ __forceinline__ void ask_for_finished_xa(const ExpandTile& t, uint32_t first, uint32_t count, char* xa, uint32_t pitch) {
     for (uint32_t rank = threadIdx.x % 8 * 8; rank < t.ranks; rank += kRanksABlock) {
-        uint4 v[kTurns];
-#pragma unroll
-        for (int i = 0; i < kTurns; ++i) {
-            const uint32_t row = threadIdx.x / 8 + i * kRowsATurn;
-            v[i] = load16<0>(xa_at(t.p, t.site, t.tile.first + min(row, t.tile.count - 1)) + rank);
+        for (uint32_t row = threadIdx.x / 8; row < count; row += kExpandThreads / 8) {
+            copy_async16(xa + row * pitch + rank * 2, xa_at(t.p, t.site, t.tile.first + first + row) + rank, true);
         }
-#pragma unroll
-        for (int i = 0; i < kTurns; ++i) {
-            *reinterpret_cast<uint4*>(xa + (threadIdx.x / 8 + i * kRowsATurn) * pitch + rank * 2) = v[i];
-        }
+    }
+    copy_async_commit();
+}
+
+// xa of `count` rows of a tile from `first` on.
+__device__ __forceinline__ void load_xa(const ExpandTile& t, uint32_t first, uint32_t count, char* xa, uint32_t pitch) {
+    if (t.tile.count <= kSmallTileRows) {
+        load_small_xa(t, xa, pitch);
+    } else if ((t.p.flags & kFlagOpenSums) != 0) {
+        load_open_xa(t, first, count, xa, pitch);
+    } else {
+        ask_for_finished_xa(t, first, count, xa, pitch);
+        copy_async_wait<0>();
     }
 }
 
@@ -242,10 +249,11 @@ struct BaseRing {
 };
 
 // Up to `W::kRanks` ranks: B of `kHeld` runs of outputs stays in registers while the tile's rows go by, 8 at a time, all runs of 8 rows before the next
-// 8, so that whole pieces of rows are read and written close in time.
+// 8, so that whole pieces of rows are read and written close in time. The base rows were written before the launch that this one follows: they are asked for before
+// the wait for it.
 template <typename W, int kHeld>
-__device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing& ring, uint32_t n, uint32_t runs, const char* xa,
-                                            uint32_t pitch) {
+__device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing& ring, uint32_t n, uint32_t runs, char* xa, bool waited) {
+    const uint32_t pitch = xa_pitch(t.site.max_rank);
     const uint32_t groups = (t.tile.count + 7) / 8;
     W weights[kHeld];
 #pragma unroll
@@ -265,6 +273,9 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
     };
 #pragma unroll
     for (int i = 0; i < kExpandAhead - 1; ++i) ask_next();
+    if (!waited) wait_for_predecessor();
+    load_xa(t, 0, t.tile.count, xa, pitch);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) weights[i].settle(t.ranks, t.lane.quarter);
     uint32_t unit = 0;
@@ -283,11 +294,15 @@ __device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing&
     }
 }
 
-// Any rank and any alignment of out: B is read again, 64 ranks at a time, for every four times 8 rows.
-__device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* const* rows, uint32_t n, const char* xa,
-                                           uint32_t pitch) {
+// Rows of a large tile whose xa a block has room for where there may be 512 ranks.
+constexpr int kAnyRows = kLargeTileRows / 2;
+
+// Any rank and any alignment of out: B is read again, 64 ranks at a time, for every four times 8 rows. `first` is a multiple of 8, the first of up to
+// `kAnyRows` rows whose xa is there.
+__device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* const* rows, uint32_t first_row, uint32_t n, const char* xa) {
     constexpr int kRowGroups = 4;
-    const uint32_t groups = (t.tile.count + 7) / 8;
+    const uint32_t pitch = xa_pitch(t.site.max_rank);
+    const uint32_t groups = (min(t.tile.count - first_row, uint32_t(kAnyRows)) + 7) / 8;
     const uint32_t count = n < t.site.n_out ? min(8u, t.site.n_out - n) : 0;
     for (uint32_t first = 0; first < groups; first += kRowGroups) {
         float sum[kRowGroups][4][4] = {};
@@ -307,7 +322,7 @@ __device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* c
             if (first + j >= groups) break;
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-                __nv_bfloat16* row = rows[(first + j) * 8 + 2 * t.lane.quarter + odd];
+                __nv_bfloat16* row = rows[first_row + (first + j) * 8 + 2 * t.lane.quarter + odd];
                 if (row == nullptr || count == 0) continue;
                 if (t.vector && count == 8) {
                     *reinterpret_cast<uint4*>(row + n) = t.folded(load16<0>(row + n), odd, sum[j]);
@@ -320,15 +335,15 @@ __device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* c
 }
 
 // Tiles of both kinds. `kRanks`: the largest padded rank, 16 or 64 where out takes whole runs of 8 outputs, 512 for whatever else; a block takes `runs` runs of
-// outputs.
+// outputs, two at most with 16 ranks, one with 64.
 template <int kRanks>
 __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
+    constexpr bool kAny = kRanks > kRanksABlock;
     extern __shared__ __align__(128) char shared[];
     __shared__ __nv_bfloat16* rows[kLargeTileRows];
     const ExpandWork work = expand_work(ends, runs);
     const DeltaSite& site = p.sites[work.site];
-    const uint32_t pitch = xa_pitch(site.max_rank);
-    char* xa = shared + 2 * kExpandAhead * kPlaceBytes;
+    char* xa = kAny ? shared : shared + 2 * kExpandAhead * kPlaceBytes;
     bool waited = begin(p);
     const uint32_t total = tile_total(p);
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
@@ -337,33 +352,25 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
         __syncthreads();
-        if (threadIdx.x < kLargeTileRows) rows[threadIdx.x] = t.row_start(threadIdx.x, t.out_row_of(threadIdx.x));
-        if (!waited) wait_for_predecessor();
-        waited = true;
-        if (tile.count <= kSmallTileRows) {
-            load_small_xa(t, xa, pitch);
-        } else if ((p.flags & kFlagOpenSums) != 0) {
-            load_open_xa(t, xa, pitch);
-        } else {
-            load_large_xa(t, xa, pitch);
-        }
+        rows[threadIdx.x] = t.row_start(threadIdx.x, t.out_row_of(threadIdx.x));
         __syncthreads();
-        const BaseRing ring{shared + base_place(t.lane) * 16, rows, t.lane.quarter};
         const uint32_t warp_n = work.first_output + t.lane.warp * kWarpOutputs;
-        const uint32_t left = warp_n < site.n_out ? (site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
-        const uint32_t here = min(runs, left);
         const uint32_t n = warp_n + t.lane.group * 8;
-        constexpr int kHeld = kRanks == 16 ? 2 : 1;
-        for (uint32_t i = 0; i < here; i += kHeld) {
-            const uint32_t at = n + i * kBlockOutputs;
-            if (kRanks == 16) {
-                expand_held<Weights16, kHeld>(t, ring, at, min(here - i, uint32_t(kHeld)), xa, pitch);
-            } else if (kRanks <= kRanksABlock) {
-                expand_held<Weights<kRanksABlock / 32>, kHeld>(t, ring, at, 1, xa, pitch);
-            } else {
-                expand_any(t, rows, at, xa, pitch);
+        if constexpr (kAny) {
+            if (!waited) wait_for_predecessor();
+            for (uint32_t first = 0; first < tile.count; first += kAnyRows) {
+                if (first > 0) __syncthreads();
+                const uint32_t pitch = xa_pitch(site.max_rank);
+                load_xa(t, first, min(tile.count - first, uint32_t(kAnyRows)), xa, pitch);
+                __syncthreads();
+                for (uint32_t i = 0; i < runs; ++i) expand_any(t, rows, first, n + i * kBlockOutputs, xa);
             }
+        } else {
+            using W = std::conditional_t<kRanks == kRankGranule, Weights16, Weights<kRanksABlock / 32>>;
+            const BaseRing ring{shared + base_place(t.lane) * 16, rows, t.lane.quarter};
+            expand_held<W, kRanks == kRankGranule ? 2 : 1>(t, ring, n, runs, xa, waited);
         }
+        waited = true;
     }
     if (!waited) wait_for_predecessor();
 }

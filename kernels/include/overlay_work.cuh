@@ -65,6 +65,9 @@ struct HeadWork {
     uint32_t items_before;   // the window
     uint32_t window_items;
 
+    // Items' worth of rows that a tile has: more than one where tiles are larger than items.
+    __device__ __forceinline__ static uint32_t row_blocks(const Tile& tile) { return (tile.count + kRows - 1) / kRows; }
+
     // Called by all threads; tiles may be read.
     __device__ __forceinline__ void start() {
         tiles = head_tiles(p);
@@ -91,7 +94,7 @@ struct HeadWork {
         const uint32_t carried = shared.group_start;
         const uint32_t start = block_inclusive_max(starts_group ? tile.first + 1 : 0, carried, shared.warp_values);
         const bool leads = present && (tile.first + 1 - start) % kRows == 0;
-        const uint32_t items = leads ? (ids + kHeadIds - 1) / kHeadIds : 0;
+        const uint32_t items = leads ? (ids + kHeadIds - 1) / kHeadIds * row_blocks(tile) : 0;
         shared.first_item[threadIdx.x] = block_exclusive_scan(items, shared.warp_values, window_items);
         if (threadIdx.x == kHeadThreads - 1) shared.group_start = start;
         __syncthreads();
@@ -116,9 +119,11 @@ struct HeadWork {
                 high = middle;
             }
         }
-        const uint32_t first_id = (inside - shared.first_item[low]) * kHeadIds;
         const uint32_t index = window + low;
         const Tile tile = head_tile(p, index);
+        const uint32_t of_tile = inside - shared.first_item[low];
+        const uint32_t first_id = of_tile / row_blocks(tile) * kHeadIds;
+        const uint32_t first = tile.first + of_tile % row_blocks(tile) * kRows;
         // Small tiles that follow in the slot's rows; a large tile's rows may fill the item on their own.
         const uint32_t other = index + threadIdx.x % 32;
         uint32_t end = 0;
@@ -131,8 +136,8 @@ struct HeadWork {
         return HeadItem{overlay.rows + uint64_t(first_id) * p.k_in * sizeof(__nv_bfloat16),
                         overlay.ids + uint64_t(first_id) * sizeof(uint32_t),
                         min(overlay.n_override - first_id, uint32_t(kHeadIds)),
-                        tile.first,
-                        min(end - tile.first, uint32_t(kRows)),
+                        first,
+                        min(end - first, uint32_t(kRows)),
                         0};
     }
 };

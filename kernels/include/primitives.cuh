@@ -97,6 +97,21 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+    mma_16x8x16(d, a.x, a.y, a.z, a.w, b0, b1);
+}
+
+// Four registers in a row, as an MMA takes them, made once for several MMAs: left to itself, the compiler moves them together again for each. A permutation of all
+// four bytes is a move that it does not see through.
+__device__ __forceinline__ uint4 in_mma_order(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+    uint4 v;
+    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.x) : "r"(a0));
+    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.y) : "r"(a1));
+    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.z) : "r"(a2));
+    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.w) : "r"(a3));
+    return v;
+}
+
 // 16 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
 __device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) {
     uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -8,9 +8,9 @@
 //
 // Small tiles (up to 8 rows): each of a block's 8 warps holds one chunk of 16 rank rows in registers, straight from global memory;
 // the chunk sums meet in shared memory. The work is reading A once; the loads are issued before the wait for the predecessor.
-// Large tiles (up to 64 rows): chunks of x and of A pass through shared memory in asynchronous stages; a warp owns 16 rank rows
-// and some of the x rows for the whole block, so chunk sums never leave its registers. The last of a tile's k blocks to arrive adds all
-// of them up, in order, for the expand kernel, whose blocks are many; of a small tile each expand block does that itself, which is quicker.
+// Large tiles (up to 128 rows): chunks of x and of A pass through shared memory in asynchronous stages; a warp owns up to 32 rank rows
+// and some of the x rows for the whole block, so chunk sums never leave its registers, and what it reads from shared memory serves several MMAs. A kernel between this one and expand adds a large tile's k
+// blocks up, in order, since expand's blocks are many; of a small tile each expand block does that itself, which is quicker.
 #pragma once
 
 #include "primitives.cuh"
@@ -24,6 +24,7 @@ static_assert(kChunksPerBlock == kShrinkWarps);
 constexpr int kExchangeFloats = kShrinkWarps * kSmallTileRows * kExchangePitch;
 
 constexpr int kChunkBytes = kChunkK * 2;
+constexpr int kChunkPieces = kChunkBytes / 16;
 constexpr int kMaxTiledGroups = kRanksABlock / kRankGranule;
 
 // The lane's 8 elements of 32, one element at a time: for rows that are not 16-byte aligned. `left`: elements from `at` to the row's end.
@@ -193,137 +194,160 @@ struct GroupSet {
     }
 };
 
+// A block's k blocks of a large tile, for up to `kGroups` groups of 16 ranks.
 template <int kGroups>
 struct TiledShrink {
-    static constexpr int kARows = kGroups * kRankGranule;
-    static constexpr int kStageBytes = (kLargeTileRows + kARows) * kChunkBytes;
-    static constexpr int kRowsPerWarp = kLargeTileRows * kGroups / kShrinkWarps;
-    static constexpr int kColumns = kRowsPerWarp / 8;
-    static constexpr int kStages = kGroups <= 2 ? kNarrowStages : kWideStages;
+    static constexpr int kStageRows = kLargeTileRows + kGroups * kRankGranule;
+    static constexpr int kStageBytes = kStageRows * kChunkBytes;
+    static constexpr int kRowsATurn = kShrinkThreads / kChunkPieces;
+    static constexpr int kTurns = (kStageRows + kRowsATurn - 1) / kRowsATurn;
+    static constexpr int kGroupsAWarp = kGroups < 2 ? 1 : 2;
+    static constexpr int kWarpsAcross = kGroups / kGroupsAWarp;
+    static constexpr int kRowsAWarp = kLargeTileRows * kWarpsAcross / kShrinkWarps;
+    static constexpr int kColumns = kRowsAWarp / 8;
 
     const DeltaParams& p;
     const GroupSet& set;
-    const __nv_bfloat16* const* rows;  // of x, then of A, null past the true rank
+    const Tile& tile;
     char* stages;
+    const __nv_bfloat16* const* rows;  // of x, then of A; null past the last row or the true rank
 
+    // Rows that no warp will read are left as they are.
     __device__ __forceinline__ void copy_chunk(uint32_t k_block, uint32_t chunk) const {
-        const uint32_t piece = threadIdx.x % 16;
+        const uint32_t piece = threadIdx.x % kChunkPieces;
         const uint32_t at = k_block * kBlockK + chunk * kChunkK + piece * 8;
         const bool inside = at < p.k_in;
-        char* to = stages + chunk % kStages * kStageBytes + stage_offset(threadIdx.x / 16, piece);
-#pragma unroll
-        for (int i = 0; i < kLargeTileRows / 16 + kGroups; ++i) {
-            const __nv_bfloat16* from = rows[i * 16 + threadIdx.x / 16];
+        const uint32_t first = threadIdx.x / kChunkPieces;
+        const uint32_t read = (tile.count + kRowsAWarp - 1) / kRowsAWarp * kRowsAWarp;
+        char* to = stages + chunk % kShrinkStages * kStageBytes + stage_offset(first, piece);
+#pragma unroll 2
+        for (int i = 0; i < kTurns; ++i) {
+            const uint32_t row = i * kRowsATurn + first;
+            if (row >= kStageRows || (row < kLargeTileRows && row >= read)) continue;
+            const __nv_bfloat16* from = rows[row];
             const bool present = inside && from != nullptr;
-            copy_async16(to + i * 16 * kChunkBytes, present ? from + at : reinterpret_cast<const __nv_bfloat16*>(p.x), present);
+            copy_async16(to + i * kRowsATurn * kChunkBytes,
+                         present ? from + at : reinterpret_cast<const __nv_bfloat16*>(p.x), present);
         }
+        copy_async_commit();
     }
 
-    __device__ __forceinline__ void run(uint32_t k_block, const Tile& tile, const Lane& lane) const {
+    __device__ __forceinline__ void run(uint32_t k_block, const Lane& lane) const {
         const uint32_t chunks = chunks_of_block(p, k_block);
-        const uint32_t group = lane.warp % kGroups;
-        const uint32_t rank_row = group * kRankGranule + lane.group;
-        const uint32_t first = lane.warp / kGroups * kRowsPerWarp;
-        float block_sum[kColumns][4];
+        const uint32_t first_group = lane.warp % kWarpsAcross * kGroupsAWarp;
+        const uint32_t first_row = lane.warp / kWarpsAcross * kRowsAWarp;
+        const bool active = first_row < tile.count;
+        float block_sum[kGroupsAWarp][kColumns][4] = {};
 #pragma unroll 1
-        for (int stage = 0; stage < kStages - 1; ++stage) {
-            if (stage < chunks) copy_chunk(k_block, stage);
-            copy_async_commit();
-        }
+        for (int chunk = 0; chunk < kShrinkStages - 1; ++chunk) copy_chunk_if(k_block, chunk, chunks);
+#pragma unroll 1
         for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-            copy_async_wait<kStages - 2>();
+            copy_async_wait<kShrinkStages - 2>();
             __syncthreads();
-            if (chunk + kStages - 1 < chunks) copy_chunk(k_block, chunk + kStages - 1);
-            copy_async_commit();
-            const char* stage = stages + chunk % kStages * kStageBytes;
-            float sum[kColumns][4] = {};
-#pragma unroll 2
-            for (int step = 0; step < kChunkSteps; ++step) {
-                const uint32_t piece = step * 4 + lane.quarter;
-                const char* a_stage = stage + kLargeTileRows * kChunkBytes;
-                const uint4 low = *reinterpret_cast<const uint4*>(a_stage + stage_offset(rank_row, piece));
-                const uint4 high = *reinterpret_cast<const uint4*>(a_stage + stage_offset(rank_row + 8, piece));
+            copy_chunk_if(k_block, chunk + kShrinkStages - 1, chunks);
+            if (!active) continue;
+            float sum[kGroupsAWarp][kColumns][4] = {};
+            multiply(sum, stages + chunk % kShrinkStages * kStageBytes, first_group, first_row, lane);
+#pragma unroll
+            for (int g = 0; g < kGroupsAWarp; ++g) {
 #pragma unroll
                 for (int column = 0; column < kColumns; ++column) {
-                    const uint32_t row = first + column * 8 + lane.group;
-                    mma_pair(sum[column], low, high, *reinterpret_cast<const uint4*>(stage + stage_offset(row, piece)));
-                }
-            }
 #pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    block_sum[column][i] = chunk == 0 ? sum[column][i] : block_sum[column][i] + sum[column][i];
+                    for (int i = 0; i < 4; ++i) {
+                        block_sum[g][column][i] += sum[g][column][i];
+                    }
                 }
             }
         }
         copy_async_wait<0>();
         __syncthreads();
-        if (set.adapter[group].rank == 0) return;
-        const DeltaSite& site = p.sites[set.work[group].site];
+        if (active) store(k_block, block_sum, first_group, first_row, lane);
+    }
+
+    __device__ __forceinline__ void copy_chunk_if(uint32_t k_block, uint32_t chunk, uint32_t chunks) const {
+        if (chunk < chunks) {
+            copy_chunk(k_block, chunk);
+        } else {
+            copy_async_commit();
+        }
+    }
+
+    __device__ __forceinline__ static void multiply(float (&sum)[kGroupsAWarp][kColumns][4], const char* stage, uint32_t first_group,
+                                                    uint32_t first_row, const Lane& lane) {
+        // Rows are multiples of 8 from the lane's own, so that all have its parity and one offset serves them.
+        const char* x_rows = stage + first_row * kChunkBytes;
+        const char* a_rows = stage + (kLargeTileRows + first_group * kRankGranule) * kChunkBytes;
+#pragma unroll 1
+        for (int step = 0; step < kChunkSteps; ++step) {
+            const uint32_t at = stage_offset(lane.group, step * 4 + lane.quarter);
+            uint4 x[kColumns];
 #pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
+            for (int column = 0; column < kColumns; ++column) {
+                x[column] = *reinterpret_cast<const uint4*>(x_rows + at + column * 8 * kChunkBytes);
+            }
 #pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-                const uint32_t row = first + column * 8 + 2 * lane.quarter + odd;
-                if (row >= tile.count) continue;
-                float* to = partials_at(p, site, k_block, tile.first + row) + set.work[group].first_rank + lane.group;
-                to[0] = block_sum[column][odd];
-                to[8] = block_sum[column][odd + 2];
+            for (int g = 0; g < kGroupsAWarp; ++g) {
+                const char* rank_row = a_rows + at + g * kRankGranule * kChunkBytes;
+                const uint4 low = *reinterpret_cast<const uint4*>(rank_row);
+                const uint4 high = *reinterpret_cast<const uint4*>(rank_row + 8 * kChunkBytes);
+                const uint4 first = in_mma_order(low.x, high.x, low.y, high.y);
+                const uint4 second = in_mma_order(low.z, high.z, low.w, high.w);
+#pragma unroll
+                for (int column = 0; column < kColumns; ++column) mma_16x8x16(sum[g][column], first, x[column].x, x[column].y);
+#pragma unroll
+                for (int column = 0; column < kColumns; ++column) mma_16x8x16(sum[g][column], second, x[column].z, x[column].w);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(uint32_t k_block, const float (&sum)[kGroupsAWarp][kColumns][4], uint32_t first_group,
+                                          uint32_t first_row, const Lane& lane) const {
+#pragma unroll
+        for (int g = 0; g < kGroupsAWarp; ++g) {
+            const uint32_t group = first_group + g;
+            if (set.adapter[group].rank == 0) continue;
+            const DeltaSite& site = p.sites[set.work[group].site];
+#pragma unroll
+            for (int column = 0; column < kColumns; ++column) {
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    const uint32_t row = first_row + column * 8 + 2 * lane.quarter + odd;
+                    if (row >= tile.count) continue;
+                    float* to = partials_at(p, site, k_block, tile.first + row) + set.work[group].first_rank + lane.group;
+                    to[0] = sum[g][column][odd];
+                    to[8] = sum[g][column][odd + 2];
+                }
             }
         }
     }
 };
 
-// Called by all threads once a block's partial sums of a large tile are stored, those of `blocks` k blocks: the last to arrive finishes the tile.
-__device__ __forceinline__ void finish_large_tile(const DeltaParams& p, const GroupSet& set, const Tile& tile,
-                                                  uint32_t set_index, uint32_t blocks) {
-    __shared__ bool last;
-    const uint32_t place = (tile.first - p.pass_first) / kSmallTileRows;
-    const uint64_t tiles = p.pass_rows / kSmallTileRows + 1;
-    uint32_t* counter = reinterpret_cast<uint32_t*>(p.counters) + set_index * tiles + place;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(counter, blocks) + blocks == p.k_blocks;
-        if (last) *counter = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    constexpr uint32_t kQuads = kRanksABlock / 4;
-#pragma unroll 1
-    for (uint32_t item = threadIdx.x; item < tile.count * kQuads; item += kShrinkThreads) {
-        const uint32_t group = item % kQuads / 4;
-        if (set.adapter[group].rank == 0) continue;
-        const DeltaSite& site = p.sites[set.work[group].site];
-        const uint32_t position = tile.first + item / kQuads;
-        const uint32_t rank = set.work[group].first_rank + item % 4 * 4;
-        *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = finish_xa<2>(p, site, position, rank);
-    }
-}
-
-// A tile of up to 8 rows at one site, 16 ranks a block: k block; site and group of ranks; tile. A block past the true rank does nothing.
+// Tiles of up to 8 rows at one site, 16 ranks a block: k block; site and group of ranks; tile. Past the true rank a block does nothing.
 __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& group_ends) {
     __shared__ float exchange[kExchangeFloats];
     const uint32_t site_index = site_of(group_ends, blockIdx.y);
     const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
     const ShrinkWork work{blockIdx.x, first_rank, site_index};
     const DeltaSite& site = p.sites[work.site];
-    const bool waited = begin(p);
-    const Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
-    Adapter adapter{nullptr, 0};
-    if (blockIdx.z < tile_total(p) && tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-    if (work.first_rank >= adapter.rank) {
-        if (!waited) wait_for_predecessor();
-        return;
+    begin(p);
+    Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
+    const uint32_t total = tile_total(p);
+#pragma unroll 1
+    for (uint32_t index = blockIdx.z; index < total;) {
+        Adapter adapter{nullptr, 0};
+        if (tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
+        if (work.first_rank < adapter.rank) {
+            const Lane lane = lane_of_thread();
+            WeightChunk<true> a;
+            a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+            const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
+            wait_for_predecessor();
+            shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
+        }
+        index += gridDim.z;
+        if (index < total) tile = tile_at(p, index);
     }
-    const Lane lane = lane_of_thread();
-    WeightChunk<true> a;
-    a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-    const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
-    if (!waited) wait_for_predecessor();
-    shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
+    wait_for_predecessor();
 }
 
 // Tiles of both kinds, 16 ranks of A in registers while the tile's rows go by, 8 at a time: where tiles are seldom full, no row is read or multiplied that is not
@@ -335,7 +359,7 @@ __device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const Site
     const ShrinkWork work{blockIdx.x, first_rank, site_index};
     const DeltaSite& site = p.sites[work.site];
     const Lane lane = lane_of_thread();
-    bool waited = begin(p);
+    begin_late(p);
     const uint32_t total = tile_total(p);
     for (uint32_t index = blockIdx.z; index < total; index += gridDim.z) {
         const Tile tile = tile_at(p, index);
@@ -344,11 +368,10 @@ __device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const Site
         WeightChunk<true> a;
         a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
         const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
-        if (!waited) wait_for_predecessor();
-        waited = true;
+        wait_late();
         shrink_rows8<true, false>(p, site, work, tile, a, row, exchange);
     }
-    if (!waited) wait_for_predecessor();
+    wait_late();
 }
 
 // A set's groups one after the other, 8 rows at a time.
@@ -367,6 +390,18 @@ __device__ __forceinline__ void shrink_groups(const DeltaParams& p, const GroupS
     }
 }
 
+// The k blocks that a block takes of a large tile.
+struct KPart {
+    uint32_t first;
+    uint32_t count;
+};
+
+__device__ __forceinline__ KPart part_of(const DeltaParams& p, uint32_t parts) {
+    const uint32_t most = (p.k_blocks + parts - 1) / parts;
+    const uint32_t first = min(blockIdx.x % parts * most, p.k_blocks);
+    return KPart{first, min(most, p.k_blocks - first)};
+}
+
 // Tiles of both kinds; a block takes up to 64 ranks, of several sites where they have fewer, so that x is read once, and one of `parts` equal parts
 // of the k blocks. Without 16-byte aligned
 // rows (`kAligned` false) large tiles are taken 8 rows at a time.
@@ -375,39 +410,63 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p, uint32_t part
     extern __shared__ __align__(128) char shared[];
     __shared__ const __nv_bfloat16* rows[kLargeTileRows + kRanksABlock];
     __shared__ GroupSet set;
+    __shared__ Tile tile;  // not in registers, which the sums need
     const Lane lane = lane_of_thread();
-    const uint32_t set_index = blockIdx.x / parts;
-    const uint32_t blocks_a_part = (p.k_blocks + parts - 1) / parts;
-    const uint32_t first_block = blockIdx.x % parts * blocks_a_part;
-    const uint32_t blocks = min(blocks_a_part, p.k_blocks - min(first_block, p.k_blocks));
-    bool waited = begin(p);
-    const uint32_t total = tile_total(p);
-    for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
-        const Tile tile = tile_at(p, index);
-        if (!tile_in_pass(p, tile) || blocks == 0) continue;
+    begin_late(p);
+    for (uint32_t index = blockIdx.y; index < tile_total(p); index += gridDim.y) {
+        const Tile own = tile_at(p, index);
+        if (!tile_in_pass(p, own) || part_of(p, parts).count == 0) continue;
         __syncthreads();
+        if (threadIdx.x == 0) tile = own;
         if (threadIdx.x < kLargeTileRows) {
-            rows[threadIdx.x] = x_pointer(p, tile, threadIdx.x);
+            const bool present = threadIdx.x < max(own.count, uint32_t(kSmallTileRows));
+            rows[threadIdx.x] = present ? x_pointer(p, own, threadIdx.x) : nullptr;
         } else if (threadIdx.x < kLargeTileRows + kRanksABlock) {
-            rows[threadIdx.x] = set.find(p, tile.entry, set_index, threadIdx.x - kLargeTileRows);
+            rows[threadIdx.x] = set.find(p, own.entry, blockIdx.x / parts, threadIdx.x - kLargeTileRows);
         }
         __syncthreads();
         const int groups = set.count();
         if (groups == 0) continue;
-        if (!waited) wait_for_predecessor();
-        waited = true;
-        for (uint32_t k_block = first_block; k_block < first_block + blocks; ++k_block) {
-            if (!kAligned || tile.count <= kSmallTileRows) {
-                shrink_groups<kAligned>(p, set, groups, k_block, tile, rows[lane.group], reinterpret_cast<float*>(shared));
-            } else if (groups == 1) {
-                TiledShrink<1>{p, set, rows, shared}.run(k_block, tile, lane);
-            } else if (groups == 2) {
-                TiledShrink<2>{p, set, rows, shared}.run(k_block, tile, lane);
-            } else {
-                TiledShrink<4>{p, set, rows, shared}.run(k_block, tile, lane);
+        wait_late();
+        const KPart part = part_of(p, parts);
+        const auto each_block = [&](const auto& tiled) {
+#pragma unroll 1
+            for (uint32_t i = 0; i < part.count; ++i) tiled.run(part.first + i, lane);
+        };
+        if (!kAligned || tile.count <= kSmallTileRows) {
+            for (uint32_t i = 0; i < part.count; ++i) {
+                shrink_groups<kAligned>(p, set, groups, part.first + i, tile, rows[lane.group], reinterpret_cast<float*>(shared));
             }
+        } else if (groups == 1) {
+            each_block(TiledShrink<1>{p, set, tile, shared, rows});
+        } else if (groups == 2) {
+            each_block(TiledShrink<2>{p, set, tile, shared, rows});
+        } else {
+            each_block(TiledShrink<4>{p, set, tile, shared, rows});
         }
-        if (tile.count > kSmallTileRows) finish_large_tile(p, set, tile, set_index, blocks);
     }
-    if (!waited) wait_for_predecessor();
+    wait_late();
+}
+
+constexpr int kSumAhead = 14;
+
+// `x @ A^T` of large tiles: a block takes 8 rows of a tile at one site. Tiles; slices of a tile; sites.
+__device__ __forceinline__ void sum_blocks(const DeltaParams& p) {
+    const DeltaSite& site = p.sites[blockIdx.z];
+    begin(p);
+    for (uint32_t index = blockIdx.y; index < tile_total(p); index += gridDim.y) {
+        const Tile tile = tile_at(p, index);
+        const uint32_t first = blockIdx.x * kSumRows;
+        if (tile.count <= kSmallTileRows || first >= tile.count || !tile_in_pass(p, tile)) continue;
+        const uint32_t quads = padded_rank(adapter_of<Factor::kA>(p, site, tile.entry).rank) / 4;
+        wait_for_predecessor();
+        for (uint32_t item = threadIdx.x; item < min(tile.count - first, uint32_t(kSumRows)) * quads; item += kSumThreads) {
+            const uint32_t position = tile.first + first + item / quads;
+            const uint32_t rank = item % quads * 4;
+            XaSum<kSumAhead> sum;
+            sum.ask(p, site, position, rank, true);
+            *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = sum.finish(p);
+        }
+    }
+    wait_for_predecessor();
 }

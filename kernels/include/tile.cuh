@@ -32,9 +32,20 @@ __device__ __forceinline__ bool begin(const DeltaParams& p) {
     return wait;
 }
 
+// The same for a launch whose successor may use, before it waits itself, what earlier launches than this one wrote: it may start once every block
+// has waited. A second wait is over at once, so a block need not remember the first.
+__device__ __forceinline__ void wait_late() {
+    wait_for_predecessor();
+    let_dependents_start();
+}
+
+__device__ __forceinline__ void begin_late(const DeltaParams& p) {
+    if ((p.flags & kFlagTilesReady) == 0) wait_late();
+}
+
 __device__ __forceinline__ uint32_t tile_total(const DeltaParams& p) {
     if (p.tiles == 0) return p.max_tiles;
-    return min(*reinterpret_cast<const uint32_t*>(p.tile_count), p.max_tiles);
+    return min(load_u32(reinterpret_cast<const uint32_t*>(p.tile_count)), p.max_tiles);
 }
 
 __device__ __forceinline__ Tile tile_at(const DeltaParams& p, uint32_t index) {
@@ -42,7 +53,7 @@ __device__ __forceinline__ Tile tile_at(const DeltaParams& p, uint32_t index) {
         uint32_t first = index * p.tile_rows;
         return Tile{0, first, min(p.tile_rows, p.rows - first), 0};
     }
-    const uint4 v = reinterpret_cast<const uint4*>(p.tiles)[index];
+    const uint4 v = load16<0>(reinterpret_cast<const uint4*>(p.tiles) + index);
     return Tile{v.x, v.y, v.z, v.w};
 }
 
@@ -114,25 +125,42 @@ __device__ __forceinline__ uint32_t add_bits(uint32_t a, uint32_t b) {
     return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
 }
 
-// Sums of 4 ranks from `rank` on of one position over the k blocks, in order, as BF16; `kAhead` loads are in flight.
+// Sums of 4 ranks of one position over the k blocks, in order, as BF16. `kAhead` loads are in flight; those of several positions may be asked for
+// before the first is finished.
 template <int kAhead>
-__device__ __forceinline__ uint2 finish_xa(const DeltaParams& p, const DeltaSite& site, uint32_t position, uint32_t rank) {
-    const float* from = partials_at(p, site, 0, position) + rank;
-    const uint64_t block_stride = (uint64_t(p.pass_rows) + kLargeTileRows) * site.max_rank;
-    uint4 total = load16_if(true, from);
-    for (uint32_t first = 1; first < p.k_blocks; first += kAhead) {
-        uint4 v[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) v[i] = load16_if(first + i < p.k_blocks, from + (first + i) * block_stride);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (first + i >= p.k_blocks) break;
-            total.x = add_bits(total.x, v[i].x);
-            total.y = add_bits(total.y, v[i].y);
-            total.z = add_bits(total.z, v[i].z);
-            total.w = add_bits(total.w, v[i].w);
-        }
+struct XaSum {
+    uint4 v[kAhead];
+    const float* from;
+    uint64_t block_stride;
+    bool present;
+
+    __device__ __forceinline__ void ask(const DeltaParams& p, const DeltaSite& site, uint32_t position, uint32_t rank, bool wanted) {
+        from = partials_at(p, site, 0, position) + rank;
+        block_stride = (uint64_t(p.pass_rows) + kLargeTileRows) * site.max_rank;
+        present = wanted;
+        ask_from(p, 0);
     }
-    return make_uint2(pack_bf16(__uint_as_float(total.x), __uint_as_float(total.y)),
-                      pack_bf16(__uint_as_float(total.z), __uint_as_float(total.w)));
-}
+
+    __device__ __forceinline__ void ask_from(const DeltaParams& p, uint32_t first) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) v[i] = load16_if(present && first + i < p.k_blocks, from + (first + i) * block_stride);
+    }
+
+    __device__ __forceinline__ uint2 finish(const DeltaParams& p) {
+        uint4 total = v[0];
+        for (uint32_t first = 0; first < p.k_blocks; first += kAhead) {
+            if (first > 0) ask_from(p, first);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                if (first + i >= p.k_blocks) break;
+                if (first + i == 0) continue;
+                total.x = add_bits(total.x, v[i].x);
+                total.y = add_bits(total.y, v[i].y);
+                total.z = add_bits(total.z, v[i].z);
+                total.w = add_bits(total.w, v[i].w);
+            }
+        }
+        return make_uint2(pack_bf16(__uint_as_float(total.x), __uint_as_float(total.y)),
+                          pack_bf16(__uint_as_float(total.z), __uint_as_float(total.w)));
+    }
+};

@@ -15,7 +15,12 @@ lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
     shrink_mixed<true>(p, parts);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1)
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
 lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts) {
     shrink_mixed<false>(p, parts);
+}
+
+extern "C" __global__ void __launch_bounds__(kSumThreads)
+lora_sum_blocks(const __grid_constant__ DeltaParams p) {
+    sum_blocks(p);
 }

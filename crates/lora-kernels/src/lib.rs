@@ -83,7 +83,7 @@ pub use params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EntryParams, FLAG_F32_LOGITS, FLAG_MULTIPLY,
     FLAG_OPEN_SUMS, FLAG_SPREAD, FLAG_TILES_READY, GatherRowsParams, GroupParams, LARGE_TILE_ROWS,
     LOGIT_PARTS, LogitsParams, MAX_SITES, OverlaySlot, RANKS_A_BLOCK, ReplaceRowsParams,
-    RowDiffParams, SMALL_TILE_ROWS, Tile, counter_bytes, site_scratch_bytes,
+    RowDiffParams, SMALL_TILE_ROWS, Tile, site_scratch_bytes,
 };
 pub use plan::{
     BytesMoved, HostKernel, KernelPlan, LaunchPlan, Problem, ProblemSite, bytes_moved, plan,

@@ -14,7 +14,7 @@ pub const MAX_SITES: usize = 4;
 pub const SMALL_TILE_ROWS: u32 = 8;
 
 /// Most rows of a large tile.
-pub const LARGE_TILE_ROWS: u32 = 64;
+pub const LARGE_TILE_ROWS: u32 = 128;
 
 /// k in one chunk: eight MMA steps summed in order.
 pub const CHUNK_K: u32 = 128;
@@ -28,15 +28,18 @@ pub const RANKS_A_BLOCK: u32 = 64;
 /// Threads of a shrink block: a warp for each chunk of a k block.
 pub(crate) const SHRINK_THREADS: u32 = 256;
 
-/// Asynchronous stages of a shrink block over large tiles that takes up to 32 ranks.
-pub(crate) const NARROW_STAGES: u32 = 4;
-
-/// The same with more ranks, whose stages are larger.
-pub(crate) const WIDE_STAGES: u32 = 3;
+/// Asynchronous stages, of a chunk each, of a shrink block over large tiles.
+pub(crate) const SHRINK_STAGES: u32 = 2;
 
 /// Floats from one row's 16 ranks to the next where a shrink block's warps exchange chunk sums: free of bank conflicts in the MMA's
 /// output layout.
 pub(crate) const EXCHANGE_PITCH: u32 = 20;
+
+/// Threads of a block that adds up k blocks.
+pub(crate) const SUM_THREADS: u32 = 128;
+
+/// Rows that such a block takes of a large tile.
+pub(crate) const SUM_ROWS: u32 = 8;
 
 /// Threads of an expand block.
 pub(crate) const EXPAND_THREADS: u32 = 128;
@@ -162,8 +165,6 @@ pub struct DeltaParams {
     pub perm: u64,
     /// u32 map from out row to x row; 0 = divide by `x_div`.
     pub x_rows: u64,
-    /// u32 counters of [`counter_bytes`] bytes, zero before and after every launch: how many k blocks of a large tile are done.
-    pub counters: u64,
     /// Rows of out (and positions at most).
     pub rows: u32,
     /// Rows of x.
@@ -255,12 +256,6 @@ pub const fn site_scratch_bytes(k_in: u64, pass_rows: u64, max_rank: u64) -> u64
     (room * max_rank * bytes_a_rank).next_multiple_of(256)
 }
 
-/// Bytes of the counters of a launch of `pass_rows` positions and padded rank `max_rank`, [`MAX_SITES`] sites.
-pub const fn counter_bytes(pass_rows: u64, max_rank: u64) -> u64 {
-    let tiles = pass_rows / SMALL_TILE_ROWS as u64 + 1;
-    (tiles * max_rank.div_ceil(RANKS_A_BLOCK as u64) * MAX_SITES as u64 * 4).next_multiple_of(256)
-}
-
 const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<Tile>() == 16);
@@ -269,11 +264,11 @@ const _: () = {
     assert!(offset_of!(DeltaSite, partials) == 64);
     assert!(offset_of!(DeltaSite, scale) == 72);
     assert!(offset_of!(DeltaSite, max_rank) == 84);
-    assert!(size_of::<DeltaParams>() == 104 + 88 * MAX_SITES);
+    assert!(size_of::<DeltaParams>() == 96 + 88 * MAX_SITES);
     assert!(offset_of!(DeltaParams, x_rows) == 40);
-    assert!(offset_of!(DeltaParams, rows) == 56);
-    assert!(offset_of!(DeltaParams, pass_first) == 88);
-    assert!(offset_of!(DeltaParams, sites) == 104);
+    assert!(offset_of!(DeltaParams, rows) == 48);
+    assert!(offset_of!(DeltaParams, pass_first) == 80);
+    assert!(offset_of!(DeltaParams, sites) == 96);
     assert!(size_of::<GroupParams>() == 48);
     assert!(size_of::<EntryParams>() == 64);
     assert!(offset_of!(EntryParams, token_count) == 40);

@@ -1,28 +1,27 @@
 //! Room for what the two halves of a delta hand over, sized once.
 
-use crate::params::{counter_bytes, site_scratch_bytes};
-use crate::{DeviceBuffer, KernelError, LARGE_TILE_ROWS, MAX_RANK, MAX_SITES, MAX_WIDTH, Operand};
+use crate::params::site_scratch_bytes;
+use crate::{DeviceBuffer, KernelError, MAX_RANK, MAX_SITES, MAX_WIDTH, Operand};
 use lora_weights::device::{DeviceMemory, DevicePtr};
 use lora_weights::padded_rank;
 use std::sync::Arc;
 
 const SCRATCH: Operand = Operand::shared("scratch");
 
-/// Bytes of the counters, enough for any launch. They have a place of their own: kernels leave them zero, sums would not.
-const COUNTERS: u64 = counter_bytes(ScratchSpec::PASS_ROWS as u64, MAX_RANK as u64);
+/// Rows of a pass below which a launch is refused rather than cut: each pass is a launch of its own.
+const LEAST_PASS_ROWS: u32 = 64;
 
 /// The largest launch that a [`Scratch`] must hold in one pass: what it takes is a pure function of these four values.
 ///
-/// A site takes about `ceil(k_in / 1024) * (pass rows + 64) * padded rank * 4` bytes, the FP32 sums of each k block, row and rank;
+/// A site takes about `ceil(k_in / 1024) * (pass rows + 128) * padded rank * 4` bytes, the FP32 sums of each k block, row and rank;
 /// [`site_scratch_bytes`](crate::site_scratch_bytes) says it exactly. A launch that is larger still runs: with more rows it takes more passes. One with fewer
 /// sites has their room, and takes fewer.
 ///
 /// ```
-/// use lora_kernels::{ScratchSpec, counter_bytes, site_scratch_bytes};
+/// use lora_kernels::{ScratchSpec, site_scratch_bytes};
 ///
 /// let spec = ScratchSpec { max_rows: 256, max_rank: 50, max_sites: 3, max_k_in: 4096 };
-/// let counters = counter_bytes(ScratchSpec::PASS_ROWS.into(), 512);
-/// assert_eq!(spec.bytes()?, counters + 3 * site_scratch_bytes(4096, 256, 64));
+/// assert_eq!(spec.bytes()?, 3 * site_scratch_bytes(4096, 256, 64));
 /// # Ok::<(), lora_kernels::KernelError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,7 +46,7 @@ impl ScratchSpec {
         self.max_rows.clamp(1, Self::PASS_ROWS)
     }
 
-    /// Bytes of all sites and the counters together.
+    /// Bytes of all sites together.
     ///
     /// # Errors
     /// [`KernelError::OutOfRange`] for sizes outside the limits.
@@ -60,7 +59,7 @@ impl ScratchSpec {
         check("max_k_in", self.max_k_in, MAX_WIDTH)?;
         let rank = padded_rank(self.max_rank);
         let site = site_bytes(self.max_k_in, self.pass_rows(), rank);
-        Ok(COUNTERS + u64::from(self.max_sites) * site)
+        Ok(u64::from(self.max_sites) * site)
     }
 }
 
@@ -81,8 +80,6 @@ pub struct Scratch {
 pub(crate) struct Partition {
     /// Rows of a pass.
     pub(crate) pass_rows: u32,
-    /// Counters of all sites.
-    pub(crate) counters: DevicePtr,
     /// Partials of each site.
     pub(crate) partials: [DevicePtr; MAX_SITES],
 }
@@ -116,18 +113,15 @@ impl Scratch {
         k_in: u32,
         max_ranks: &[u32],
     ) -> Result<Partition, KernelError> {
-        let available = self.buffer.bytes() - COUNTERS;
-        let pass_rows = pass_rows(available, rows, k_in, max_ranks)?;
-        let counters = self.buffer.ptr();
+        let pass_rows = pass_rows(self.buffer.bytes(), rows, k_in, max_ranks)?;
         let mut partials = [DevicePtr::NULL; MAX_SITES];
-        let mut at = counters.offset(COUNTERS);
+        let mut at = self.buffer.ptr();
         for (site, &max_rank) in partials.iter_mut().zip(max_ranks) {
             *site = at;
             at = at.offset(site_bytes(k_in, pass_rows, max_rank));
         }
         Ok(Partition {
             pass_rows,
-            counters,
             partials,
         })
     }
@@ -144,11 +138,11 @@ fn pass_rows(available: u64, rows: u32, k_in: u32, max_ranks: &[u32]) -> Result<
         return Ok(wanted);
     }
     // A pass of fewer rows than a large tile would leave most of its positions unused.
-    let smallest = wanted.min(LARGE_TILE_ROWS);
+    let smallest = wanted.min(LEAST_PASS_ROWS);
     if needed(smallest) > available {
         return Err(KernelError::ScratchTooSmall {
-            needed: COUNTERS + needed(smallest),
-            available: COUNTERS + available,
+            needed: needed(smallest),
+            available,
             rows: smallest,
         });
     }
@@ -171,7 +165,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn sites_of(spec: &ScratchSpec) -> u64 {
-        spec.bytes().unwrap() - COUNTERS
+        spec.bytes().unwrap()
     }
 
     #[test]
@@ -222,9 +216,9 @@ mod tests {
         else {
             panic!("{error}");
         };
-        assert_eq!((available, rows), (spec.bytes().unwrap(), 64));
-        assert!(pass_rows(needed - COUNTERS, 100, 4096, &[64, 64]).is_ok());
-        assert!(pass_rows(needed - COUNTERS - 1, 100, 4096, &[64, 64]).is_err());
+        assert_eq!((available, rows), (spec.bytes().unwrap(), LEAST_PASS_ROWS));
+        assert!(pass_rows(needed, 100, 4096, &[64, 64]).is_ok());
+        assert!(pass_rows(needed - 1, 100, 4096, &[64, 64]).is_err());
     }
 
     #[test]
@@ -273,7 +267,7 @@ mod tests {
                     let most = rows.min(ScratchSpec::PASS_ROWS);
                     prop_assert!(pass == most || needed(pass + 1) > available);
                 }
-                Err(_) => prop_assert!(needed(rows.min(64)) > available),
+                Err(_) => prop_assert!(needed(rows.min(LEAST_PASS_ROWS)) > available),
             }
         }
     }

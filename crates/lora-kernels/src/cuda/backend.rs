@@ -246,10 +246,13 @@ impl LoraBackend for CudaBackend {
             stream,
             &mut [(&raw mut params).cast(), second],
         )?;
-        // The expand kernel starts when all blocks of the shrink kernel have waited for the grouping.
+        // What follows starts when all blocks of the shrink kernel have waited for the grouping.
         params.flags |= FLAG_TILES_READY;
         if plan.shrink.kernel == Kernel::ShrinkStreamed {
             params.flags |= FLAG_OPEN_SUMS;
+        }
+        if let Some(sum) = &plan.sum {
+            self.enqueue(sum, stream, &mut [(&raw mut params).cast()])?;
         }
         let mut expand = [
             (&raw mut params).cast(),

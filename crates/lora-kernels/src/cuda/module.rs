@@ -13,17 +13,19 @@ pub enum Kernel {
     GroupExperts,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
-    /// The same, tiles of up to 64 rows that pass by 16 ranks of A in registers.
+    /// The same, tiles of up to 128 rows that pass by 16 ranks of A in registers.
     ShrinkStreamed,
-    /// The same, tiles of up to 64 rows, 64 ranks a block.
+    /// The same, tiles of up to 128 rows, 64 ranks a block.
     ShrinkMixed,
     /// The same for rows that are not 16-byte aligned.
     ShrinkUnaligned,
+    /// The k blocks of tiles of more than 8 rows, added up.
+    SumBlocks,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
     /// The same, padded rank up to 64.
     ExpandSmall64,
-    /// Expand and fold, tiles of up to 64 rows, padded rank 16.
+    /// Expand and fold, tiles of up to 128 rows, padded rank 16.
     ExpandMixed16,
     /// The same, padded rank up to 64.
     ExpandMixed64,
@@ -47,13 +49,14 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
         Self::ShrinkStreamed,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
+        Self::SumBlocks,
         Self::ExpandSmall16,
         Self::ExpandSmall64,
         Self::ExpandMixed16,
@@ -77,6 +80,7 @@ impl Kernel {
             Self::ShrinkStreamed => "lora_shrink_streamed",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
+            Self::SumBlocks => "lora_sum_blocks",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall64 => "lora_expand_small_64",
             Self::ExpandMixed16 => "lora_expand_mixed_16",
@@ -98,7 +102,8 @@ impl Kernel {
             Self::ShrinkSmall
             | Self::ShrinkStreamed
             | Self::ShrinkMixed
-            | Self::ShrinkUnaligned => ModuleName::Shrink,
+            | Self::ShrinkUnaligned
+            | Self::SumBlocks => ModuleName::Shrink,
             Self::ExpandSmall16
             | Self::ExpandSmall64
             | Self::ExpandMixed16

@@ -7,14 +7,14 @@ pub use overlay::{plan_gather_rows, plan_head_logits, plan_replace_rows, plan_ro
 use super::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD, EXPAND_THREADS,
-    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, NARROW_STAGES,
-    RANKS_A_BLOCK, SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS, WIDE_STAGES,
+    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, RANKS_A_BLOCK,
+    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_ROWS, SUM_THREADS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
 use lora_weights::RANK_GRANULE;
 
-/// The two launches of a delta.
+/// The launches of a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaPlan {
     /// Partial sums of `x @ A^T`.
@@ -23,6 +23,8 @@ pub struct DeltaPlan {
     pub group_ends: [u32; MAX_SITES],
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
+    /// The k blocks of large tiles added up, where there may be any and expand blocks do not do it themselves.
+    pub sum: Option<KernelPlan<Kernel>>,
     /// `@ B^T` and the fold.
     pub expand: KernelPlan<Kernel>,
     /// Where the blocks of each site end in x of the expand grid.
@@ -41,7 +43,9 @@ const SLICE_ROWS: u32 = 256;
 const MOST_SLICES: u32 = 64;
 
 /// Expand blocks that a multiprocessor should get before blocks are made longer.
-const BLOCKS_A_UNIT: u32 = 4;
+const BLOCKS_A_UNIT: u64 = 4;
+/// Blocks of [`Kernel::ExpandMixed16`] that a multiprocessor runs at once.
+const MIXED_16_BLOCKS_A_UNIT: u64 = 5;
 
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = EXPAND_THREADS / 32 * WARP_OUTPUTS;
@@ -115,15 +119,19 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
     let shrink = plan_shrink(params, sites, small, caps);
-    let expand_runs = expand_runs(params, sites, small, caps);
+    let kernel = expand_kernel(sites, max_rank, small);
+    let expand_runs = expand_runs(params, sites, kernel, caps);
     let block_ends = ends(sites, |site| {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
     });
-    let expand = plan_expand(params, max_rank, small, block_ends);
+    let expand = plan_expand(params, max_rank, kernel, block_ends);
+    let open = shrink.launch.kernel == Kernel::ShrinkStreamed;
+    let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params));
     DeltaPlan {
         shrink: shrink.launch,
         group_ends: shrink.ends,
         k_parts: shrink.parts,
+        sum,
         expand,
         block_ends,
         expand_runs,
@@ -151,7 +159,7 @@ fn plan_shrink(
     let group_ends = ends(sites, |site| site.max_rank / RANK_GRANULE);
     let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
-        let grid = [params.k_blocks, groups, params.max_tiles];
+        let grid = [params.k_blocks, groups, shrink_grid_tiles(params)];
         let launch = KernelPlan {
             kernel: Kernel::ShrinkSmall,
             grid,
@@ -188,15 +196,10 @@ fn plan_shrink(
     let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
     let sets = groups.div_ceil(groups_a_block);
     let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
-    let stages = if a_rows > 2 * RANK_GRANULE {
-        WIDE_STAGES
-    } else {
-        NARROW_STAGES
-    };
     let (kernel, shared_bytes) = if aligned {
         (
             Kernel::ShrinkMixed,
-            stages * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
+            SHRINK_STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
         )
     } else {
         (Kernel::ShrinkUnaligned, EXCHANGE_BYTES)
@@ -219,6 +222,21 @@ fn plan_shrink(
     }
 }
 
+/// Slices of a tile, tiles, sites.
+fn plan_sum(params: &DeltaParams) -> KernelPlan<Kernel> {
+    let slices = LARGE_TILE_ROWS / SUM_ROWS;
+    KernelPlan {
+        kernel: Kernel::SumBlocks,
+        grid: [
+            slices,
+            params.max_tiles.min(MOST_GRID_YZ),
+            params.site_count,
+        ],
+        block: SUM_THREADS,
+        shared_bytes: 0,
+    }
+}
+
 /// In how many parts the k blocks of a large tile are taken: what ends soonest, a block's start costing about two fifths of a k block.
 fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
     let room = u64::from(caps.units.max(1) * MIXED_BLOCKS_A_UNIT);
@@ -232,35 +250,48 @@ fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
         .unwrap_or(1)
 }
 
-fn plan_expand(
-    params: &DeltaParams,
-    max_rank: u32,
-    small: bool,
-    block_ends: [u32; MAX_SITES],
-) -> KernelPlan<Kernel> {
-    let xa_bytes = params.tile_rows * xa_pitch(max_rank);
+/// Small tiles that a shrink grid has blocks for: those of rows spread evenly over as many entries as there can be. Blocks loop over the rest, which only uneven
+/// batches have: blocks that find nothing to do cost more.
+fn shrink_grid_tiles(params: &DeltaParams) -> u32 {
+    let even = params.rows.div_ceil(SMALL_TILE_ROWS);
+    even.max(params.slots.min(params.rows))
+        .min(params.max_tiles)
+}
+
+fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool) -> Kernel {
     let whole = |site: &DeltaSite| {
         site.out.is_multiple_of(16)
             && site.out_stride.is_multiple_of(8)
             && site.n_out.is_multiple_of(8)
     };
-    let kernel = match (small, max_rank) {
-        _ if !params.sites[..params.site_count as usize].iter().all(whole) => Kernel::ExpandAny,
+    match (small, max_rank) {
+        _ if !sites.iter().all(whole) => Kernel::ExpandAny,
         (true, 0..=16) => Kernel::ExpandSmall16,
         (true, 17..=64) => Kernel::ExpandSmall64,
         (false, 0..=16) => Kernel::ExpandMixed16,
         (false, 17..=64) => Kernel::ExpandMixed64,
         (_, 65..) => Kernel::ExpandAny,
+    }
+}
+
+fn plan_expand(
+    params: &DeltaParams,
+    max_rank: u32,
+    kernel: Kernel,
+    block_ends: [u32; MAX_SITES],
+) -> KernelPlan<Kernel> {
+    let xa_bytes = |most_rows: u32| params.tile_rows.min(most_rows) * xa_pitch(max_rank);
+    let (tiles, shared_bytes) = match kernel {
+        Kernel::ExpandSmall16 | Kernel::ExpandSmall64 => {
+            (params.max_tiles, xa_bytes(SMALL_TILE_ROWS))
+        }
+        Kernel::ExpandAny => (params.max_tiles, xa_bytes(LARGE_TILE_ROWS / 2)),
+        _ => (
+            params.max_tiles,
+            EXPAND_AHEAD * 2 * 16 * EXPAND_THREADS + xa_bytes(LARGE_TILE_ROWS),
+        ),
     };
-    let shared_bytes = match kernel {
-        Kernel::ExpandSmall16 | Kernel::ExpandSmall64 => xa_bytes,
-        _ => EXPAND_AHEAD * 2 * 16 * EXPAND_THREADS + xa_bytes,
-    };
-    let grid = [
-        block_ends[MAX_SITES - 1],
-        params.max_tiles.min(MOST_GRID_YZ),
-        1,
-    ];
+    let grid = [block_ends[MAX_SITES - 1], tiles.min(MOST_GRID_YZ), 1];
     KernelPlan {
         kernel,
         grid,
@@ -269,21 +300,37 @@ fn plan_expand(
     }
 }
 
-/// More runs of outputs a block mean fewer blocks that each do less setting up: as many as leave every multiprocessor a few blocks.
-fn expand_runs(params: &DeltaParams, sites: &[DeltaSite], small: bool, caps: &DeviceCaps) -> u32 {
-    let tiles = if small || params.flags & FLAG_SPREAD != 0 {
-        params.max_tiles
-    } else {
-        params.rows.div_ceil(LARGE_TILE_ROWS)
-    };
+/// More runs of outputs a block mean fewer blocks that each do less setting up: as many as leave every multiprocessor a few blocks. Over large tiles
+/// that pays only where it saves a second wave of blocks.
+fn expand_runs(
+    params: &DeltaParams,
+    sites: &[DeltaSite],
+    kernel: Kernel,
+    caps: &DeviceCaps,
+) -> u32 {
     let runs: u32 = sites
         .iter()
         .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
         .sum();
-    let narrow = sites.iter().all(|site| site.max_rank <= RANK_GRANULE);
-    let most = if small && narrow { 4 } else { 2 };
-    let wanted = u64::from(runs) * u64::from(tiles) / u64::from(caps.units.max(1) * BLOCKS_A_UNIT);
-    wanted.clamp(1, most) as u32
+    let blocks = |tiles: u32| u64::from(runs) * u64::from(tiles);
+    let units = u64::from(caps.units.max(1));
+    let a_few = |most: u64| (blocks(params.max_tiles) / (units * BLOCKS_A_UNIT)).clamp(1, most);
+    let runs = match kernel {
+        Kernel::ExpandSmall16 => a_few(4),
+        Kernel::ExpandSmall64 => a_few(2),
+        Kernel::ExpandMixed16 if params.flags & FLAG_SPREAD != 0 => a_few(2),
+        Kernel::ExpandMixed16 => {
+            let room = units * MIXED_16_BLOCKS_A_UNIT;
+            let blocks = blocks(params.rows.div_ceil(LARGE_TILE_ROWS));
+            if blocks > room && blocks <= 2 * room {
+                2
+            } else {
+                1
+            }
+        }
+        _ => 1,
+    };
+    runs as u32
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.

@@ -118,9 +118,9 @@ mod tests {
 
     #[test]
     fn the_bound_is_the_maximum() {
-        for small_max in [0, 1, 7, 8, 9, 16, 48, 63, 64, 65, 200, u32::MAX] {
+        for small_max in [0, 1, 7, 8, 9, 16, 48, 127, 128, 129, 300, u32::MAX] {
             for entries in 0..4 {
-                for rows in (0..24).chain([63, 64, 65, 120, 128, 129, 191, 300]) {
+                for rows in (0..24).chain([63, 65, 120, 127, 128, 129, 191, 256, 300]) {
                     assert_eq!(
                         max_tiles(rows, entries, small_max),
                         best(rows, entries, small_max),
@@ -135,7 +135,7 @@ mod tests {
     fn extremes_do_not_overflow() {
         for small_max in [0, 1, u32::MAX] {
             for entries in [1, 4096, u32::MAX] {
-                assert!(max_tiles(u32::MAX, entries, small_max) >= u32::MAX / 64);
+                assert!(max_tiles(u32::MAX, entries, small_max) >= u32::MAX / LARGE_TILE_ROWS);
             }
         }
         assert_eq!(max_tiles(u32::MAX, u32::MAX, 48), u32::MAX);
@@ -182,7 +182,7 @@ mod tests {
         };
         assert_eq!(counts(48), [8; 6]);
         assert_eq!(counts(49), [49]);
-        assert_eq!(counts(130), [64, 64, 2]);
+        assert_eq!(counts(258), [128, 128, 2]);
         assert_eq!(counts(9), [8, 1]);
         assert!(counts(0).is_empty());
     }

@@ -311,8 +311,8 @@ mod tests {
         let experts = RowGroupsSpec::experts(10_000, 128, 48);
         let tile_rows = |rows| (dense.tile_rows(rows), experts.tile_rows(rows));
         assert_eq!(tile_rows(288), (8, 8));
-        assert_eq!(tile_rows(1024), (64, 8));
-        assert_eq!(tile_rows(1025), (64, 64));
+        assert_eq!(tile_rows(1024), (LARGE_TILE_ROWS, 8));
+        assert_eq!(tile_rows(1025), (LARGE_TILE_ROWS, LARGE_TILE_ROWS));
         for rows in [288, 1024, 1025, 10_000] {
             assert!(experts.tile_bound(rows) <= experts.max_tiles());
         }

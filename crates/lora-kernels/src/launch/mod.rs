@@ -232,7 +232,6 @@ fn launch_chunk<S: Site>(
         .partition(common.rows, common.k_in, ranks(sites).as_slice())?;
     let mut params = DeltaParams {
         site_count: sites.len() as u32,
-        counters: partition.counters.0,
         ..common
     };
     for ((slot, site), partials) in params.sites.iter_mut().zip(sites).zip(partition.partials) {

@@ -38,12 +38,13 @@ fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
     let problem = Problem::uniform(4096, 4, 64, (4096, &[14336, 14336]));
     let plan = plan_delta(&params(&problem), &gb10());
     assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
-    // Three stages of 64 rows and 64 ranks of a chunk: two blocks a multiprocessor of an H200.
-    assert_eq!(plan.shrink.shared_bytes, 3 * (64 + 64) * 256);
+    // Two stages of 128 rows and 64 ranks of a chunk: two blocks a multiprocessor of an H200.
+    assert_eq!(plan.shrink.shared_bytes, 2 * (128 + 64) * 256);
+    assert_eq!(plan.sum.unwrap().grid, [16, params(&problem).max_tiles, 2]);
     assert_eq!(plan.shrink.grid[0], plan.k_parts * 2);
     assert_eq!(plan.expand.kernel, Kernel::ExpandMixed64);
-    assert_eq!(plan.expand_runs, 2);
-    assert_eq!(plan.expand.grid[0], 2 * 14336 / 512);
+    assert_eq!(plan.expand_runs, 1);
+    assert_eq!(plan.expand.grid[0], 2 * 14336 / 256);
 }
 
 #[test]

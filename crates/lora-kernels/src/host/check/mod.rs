@@ -7,7 +7,6 @@ mod tests;
 
 use super::job::Delta;
 use super::memory::Arena;
-use crate::params::counter_bytes;
 use crate::strided::Strided;
 use crate::{
     BLOCK_K, DeltaParams, KernelError, LARGE_TILE_ROWS, MAX_RANK, MAX_SITES, MAX_WIDTH, Operand,
@@ -35,11 +34,6 @@ pub(super) fn check_delta(
     let x_elements = strided_elements(params.x_row_count, params.x_stride, params.k_in);
     let room = params.pass_rows as usize + LARGE_TILE_ROWS as usize;
     let sites = &params.sites[..params.site_count as usize];
-    // Nothing here counts, but a device would.
-    let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
-    let counters =
-        counter_bytes(params.pass_rows.into(), max_rank.into()) / size_of::<u32>() as u64;
-    arena.span::<u32>(Operand::shared("counters"), params.counters, counters)?;
     let delta = Delta {
         x: arena.span(x_operand, params.x, x_elements)?,
         x_stride: params.x_stride as usize,
