@@ -251,8 +251,11 @@ fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
 }
 
 /// Small tiles that a shrink grid has blocks for: those of rows spread evenly over as many entries as there can be. Blocks loop over the rest, which only uneven
-/// batches have: blocks that find nothing to do cost more.
+/// batches have: blocks that find nothing to do cost more. The rows of a MoE block are never spread evenly.
 fn shrink_grid_tiles(params: &DeltaParams) -> u32 {
+    if params.flags & FLAG_SPREAD != 0 {
+        return params.max_tiles;
+    }
     let even = params.rows.div_ceil(SMALL_TILE_ROWS);
     even.max(params.slots.min(params.rows))
         .min(params.max_tiles)
