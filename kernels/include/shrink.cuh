@@ -2,15 +2,15 @@
 //
 // The canonical order of summation, which every path follows so that a row's bits never depend on the path: k is cut into
 // blocks of 1024 and those into chunks of 128. A chunk is eight m16n8k16 MMAs in order, onto sums that start at zero; chunk
-// sums are added in order to a block's sum; the expand kernel adds block sums in order. A is always the MMA's 16-row operand
+// sums are added in order to a block's sum; block sums are added in order, by a later kernel. A is always the MMA's 16-row operand
 // and the rows of x its 8 columns. Inside 32 consecutive k, lane quarter t of both operands takes the 8 elements 8t..8t+7, so
 // that a fragment is one 16-byte load: the first MMA of the two gets elements 0..3 of each lane, the second 4..7.
 //
 // Small tiles (up to 8 rows): each of a block's 8 warps holds one chunk of 16 rank rows in registers, straight from global memory;
 // the chunk sums meet in shared memory. The work is reading A once; the loads are issued before the wait for the predecessor.
 // Large tiles (up to 128 rows): chunks of x and of A pass through shared memory in asynchronous stages; a warp owns up to 32 rank rows
-// and some of the x rows for the whole block, so chunk sums never leave its registers, and what it reads from shared memory serves several MMAs. A kernel between this one and expand adds a large tile's k
-// blocks up, in order, since expand's blocks are many; of a small tile each expand block does that itself, which is quicker.
+// and some of the x rows for the whole block, so chunk sums never leave its registers, and what it reads from shared memory serves several MMAs.
+// A kernel between this one and expand adds their k blocks up, since expand's blocks are many; of a small tile each expand block does that itself, which is quicker.
 #pragma once
 
 #include "primitives.cuh"

@@ -137,7 +137,6 @@ fn pass_rows(available: u64, rows: u32, k_in: u32, max_ranks: &[u32]) -> Result<
     if needed(wanted) <= available {
         return Ok(wanted);
     }
-    // A pass of fewer rows than a large tile would leave most of its positions unused.
     let smallest = wanted.min(LEAST_PASS_ROWS);
     if needed(smallest) > available {
         return Err(KernelError::ScratchTooSmall {
