@@ -141,8 +141,8 @@ __device__ __forceinline__ void load_xa(const ExpandTile& t, uint32_t first, uin
     }
 }
 
-// `runs` runs of outputs of a small tile, B in registers of type `W`. With two buffers (`kBuffers`) the next run's B and base are asked for before a run is
-// finished.
+// `runs` runs of outputs of a small tile, B of the next `kBuffers` of them in registers of type `W`. All that can be is asked for before the wait: what arrives
+// while the block sums are handed over costs no time.
 template <typename W, int kBuffers>
 __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* xa,
                                                   bool waited) {
@@ -153,7 +153,10 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     const uint32_t here = min(runs, left);
     W weights[kBuffers];
     uint4 base[kBuffers][2];
-    t.load_weights(weights[0], n, 0);
+#pragma unroll
+    for (int run = 0; run < kBuffers; ++run) {
+        if (run < max(here, 1u)) t.load_weights(weights[run], n + run * kBlockOutputs, 0);
+    }
     const uint32_t even = t.out_row_of(2 * t.lane.quarter);
     const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
     __nv_bfloat16* const rows[2] = {t.row_start(2 * t.lane.quarter, even), t.row_start(2 * t.lane.quarter + 1, odd)};
@@ -170,25 +173,23 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
         for (int buffer = 0; buffer < kBuffers; ++buffer) {
             const uint32_t run = first + buffer;
             if (run >= here) break;
-            const uint32_t ahead = kBuffers == 1 ? run : run + 1;
-            if (ahead > 0 && ahead < here) {
-                t.load_weights(weights[(buffer + kBuffers - 1) % kBuffers], n + ahead * kBlockOutputs, 0);
-                ask_for_base(base[(buffer + kBuffers - 1) % kBuffers], n + ahead * kBlockOutputs);
-            }
             const uint32_t at = n + run * kBlockOutputs;
             float sum[4][4] = {};
             weights[buffer].settle(t.ranks, t.lane.quarter);
             weights[buffer].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
+            if (kBuffers > 1 && run + 1 < here) ask_for_base(base[(buffer + 1) % kBuffers], at + kBlockOutputs);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 if (rows[odd] == nullptr || at >= t.site.n_out) continue;
                 *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded(base[buffer][odd], odd, sum);
             }
+            if (run + kBuffers < here) t.load_weights(weights[buffer], at + kBuffers * kBlockOutputs, 0);
+            if (kBuffers == 1 && run + 1 < here) ask_for_base(base[0], at + kBlockOutputs);
         }
     }
 }
 
-// Small tiles, up to `kRanks` ranks (16 or 64), out in whole runs of 8 outputs; a block takes `runs` runs of outputs of one tile.
+// Small tiles, up to `kRanks` ranks (16, 32 or 64), out in whole runs of 8 outputs; a block takes `runs` runs of outputs of one tile.
 template <int kRanks>
 __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
     extern __shared__ __align__(128) char xa[];
@@ -203,8 +204,11 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
         return;
     }
     const ExpandTile t(p, site, tile, adapter);
-    if (kRanks == 16 || t.ranks == 16) {
+    // 16 ranks are few bytes a run: two runs at a time.
+    if (kRanks == 16 || (kRanks == 64 && t.ranks == 16)) {
         expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
+    } else if (kRanks == 32) {
+        expand_small_tile<Weights<1>, 1>(t, work.first_output, runs, xa, waited);
     } else {
         expand_small_tile<Weights<kRanksABlock / 32>, 1>(t, work.first_output, runs, xa, waited);
     }

@@ -50,7 +50,7 @@ __device__ __forceinline__ uint4 load_weights16(const void* base) {
 template <int kOffset>
 __device__ __forceinline__ uint2 load_weights8(const void* base) {
     uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2+%3];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2+%3];"
                  : "=r"(v.x), "=r"(v.y)
                  : "l"(base), "n"(kOffset)
                  : "memory");

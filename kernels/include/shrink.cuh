@@ -111,6 +111,13 @@ __device__ __forceinline__ const __nv_bfloat16* x_pointer(const DeltaParams& p, 
     return reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(row, p.x_row_count - 1)) * p.x_stride;
 }
 
+// The lane's part of the chunk of x row `row` that starts at `k`.
+template <bool kAligned = true>
+__device__ __forceinline__ void load_x(const DeltaParams& p, const __nv_bfloat16* row, uint32_t k, const Lane& lane, uint4 (&x)[kChunkSteps]) {
+    const uint32_t at = k + lane.quarter * 8;
+    load_chunk<kAligned, false>(x, row + at, int(p.k_in - at));
+}
+
 // Adds the warps' chunk sums in order and writes the block's sums of up to 8 rows.
 __device__ __forceinline__ void exchange_and_store(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
                                                    uint32_t first_position, uint32_t rows, const float (&sum)[4],
@@ -148,9 +155,8 @@ __device__ __forceinline__ void shrink_rows8(const DeltaParams& p, const DeltaSi
     const uint32_t k = work.k_block * kBlockK + lane.warp * kChunkK;
     for (uint32_t first = 0; first < tile.count; first += kSmallTileRows) {
         if (!kSmall && first > 0) row = x_pointer(p, tile, first + lane.group);
-        const uint32_t at = k + lane.quarter * 8;
         uint4 x[kChunkSteps];
-        load_chunk<kAligned, false>(x, row + at, int(p.k_in - at));
+        load_x<kAligned>(p, row, k, lane, x);
         float sum[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, a.low[step], a.high[step], x[step]);
@@ -322,13 +328,15 @@ struct TiledShrink {
     }
 };
 
-// Tiles of up to 8 rows at one site, 16 ranks a block: k block; site and group of ranks; tile. Past the true rank a block does nothing.
-__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& group_ends) {
+// Tiles of up to 8 rows at one site: k block; site and ranks; tile. A block takes `groups` groups of 16 ranks in turn, one without `kSeveral`; past the true rank it
+// does nothing. The next group's A is asked for as soon as the last one's is multiplied.
+template <bool kSeveral>
+__device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnds& block_ends, uint32_t groups) {
     __shared__ float exchange[kExchangeFloats];
-    const uint32_t site_index = site_of(group_ends, blockIdx.y);
-    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
-    const ShrinkWork work{blockIdx.x, first_rank, site_index};
-    const DeltaSite& site = p.sites[work.site];
+    const uint32_t site_index = site_of(block_ends, blockIdx.y);
+    const uint32_t ranks = kRankGranule * (kSeveral ? groups : 1);
+    const uint32_t first_rank = (blockIdx.y - site_start(block_ends, site_index)) * ranks;
+    const DeltaSite& site = p.sites[site_index];
     begin(p);
     Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
     const uint32_t total = tile_total(p);
@@ -336,13 +344,27 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
     for (uint32_t index = blockIdx.z; index < total;) {
         Adapter adapter{nullptr, 0};
         if (tile_in_pass(p, tile)) adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-        if (work.first_rank < adapter.rank) {
+        if (first_rank < adapter.rank) {
             const Lane lane = lane_of_thread();
+            const uint32_t k = blockIdx.x * kBlockK + lane.warp * kChunkK;
             WeightChunk<true> a;
-            a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
+            a.load(adapter, first_rank, k, p.k_in, lane);
             const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
             wait_for_predecessor();
-            shrink_rows8<true, true>(p, site, work, tile, a, row, exchange);
+            if constexpr (kSeveral) {
+                uint4 x[kChunkSteps];
+                load_x(p, row, k, lane, x);
+                ShrinkWork work{blockIdx.x, first_rank, site_index};
+                for (const uint32_t end = min(adapter.rank, first_rank + ranks); work.first_rank < end; work.first_rank += kRankGranule) {
+                    float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, a.low[step], a.high[step], x[step]);
+                    if (work.first_rank + kRankGranule < end) a.load(adapter, work.first_rank + kRankGranule, k, p.k_in, lane);
+                    exchange_and_store(p, site, work, tile.first, tile.count, sum, exchange, lane);
+                }
+            } else {
+                shrink_rows8<true, true>(p, site, ShrinkWork{blockIdx.x, first_rank, site_index}, tile, a, row, exchange);
+            }
         }
         index += gridDim.z;
         if (index < total) tile = tile_at(p, index);
@@ -352,10 +374,10 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
 
 // Tiles of both kinds, 16 ranks of A in registers while the tile's rows go by, 8 at a time: where tiles are seldom full, no row is read or multiplied that is not
 // there. Partial sums are left to the expand kernel.
-__device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const SiteEnds& group_ends) {
+__device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const SiteEnds& block_ends) {
     __shared__ float exchange[kExchangeFloats];
-    const uint32_t site_index = site_of(group_ends, blockIdx.y);
-    const uint32_t first_rank = (blockIdx.y - site_start(group_ends, site_index)) * kRankGranule;
+    const uint32_t site_index = site_of(block_ends, blockIdx.y);
+    const uint32_t first_rank = (blockIdx.y - site_start(block_ends, site_index)) * kRankGranule;
     const ShrinkWork work{blockIdx.x, first_rank, site_index};
     const DeltaSite& site = p.sites[work.site];
     const Lane lane = lane_of_thread();

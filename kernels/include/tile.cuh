@@ -6,28 +6,10 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
-constexpr uint32_t kLineBytes = 128;
-
-// Asks for addresses and ranks of tables that are not long, a line a thread of the grid's first blocks: while the tiles are made, their entries arrive.
-__device__ __forceinline__ void prefetch_tables(const DeltaParams& p) {
-    constexpr uint32_t kMostEntries = 4096;
-    const uint32_t block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const uint64_t line = uint64_t(block) * blockDim.x + threadIdx.x;
-    if (p.slots > kMostEntries || line * kLineBytes >= p.slots * sizeof(uint64_t)) return;
-    for (uint32_t site = 0; site < p.site_count; ++site) {
-        if (p.sites[site].a_table == 0) continue;
-        prefetch_l2(p.sites[site].a_table + line * kLineBytes);
-        prefetch_l2(p.sites[site].rank_table + line * kLineBytes / 2);
-    }
-}
-
 // Lets the next launch start, and waits for the previous one where it may have written the tiles. True where it has waited.
 __device__ __forceinline__ bool begin(const DeltaParams& p) {
     const bool wait = (p.flags & kFlagTilesReady) == 0;
-    if (wait) {
-        prefetch_tables(p);
-        wait_for_predecessor();
-    }
+    if (wait) wait_for_predecessor();
     let_dependents_start();
     return wait;
 }

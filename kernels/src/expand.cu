@@ -5,6 +5,11 @@ lora_expand_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends,
     expand_small<16>(p, ends, runs);
 }
 
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)
+lora_expand_small_32(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_small<32>(p, ends, runs);
+}
+
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
 lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<64>(p, ends, runs);

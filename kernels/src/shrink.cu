@@ -1,13 +1,18 @@
 #include "shrink.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
-lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
-    shrink_small(p, group_ends);
+lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds block_ends, uint32_t) {
+    shrink_small<false>(p, block_ends, 1);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
+lora_shrink_small_ranks(const __grid_constant__ DeltaParams p, const SiteEnds block_ends, uint32_t groups) {
+    shrink_small<true>(p, block_ends, groups);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 3)
-lora_shrink_streamed(const __grid_constant__ DeltaParams p, const SiteEnds group_ends) {
-    shrink_streamed(p, group_ends);
+lora_shrink_streamed(const __grid_constant__ DeltaParams p, const SiteEnds block_ends, uint32_t) {
+    shrink_streamed(p, block_ends);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)

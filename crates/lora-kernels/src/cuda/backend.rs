@@ -68,7 +68,7 @@ impl CudaBackend {
     fn build(device: &Device, context: Context) -> Result<Self, CudaError> {
         let target = PtxTarget::for_device(device.major, device.minor)?;
         let memory = Arc::new(Memory::new(context, device.memory_pools)?);
-        let kernels = Kernels::load(&target, device.shared_bytes)?;
+        let kernels = Kernels::load(&target, device)?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .named("creating the launch stream")?;
         let caps = DeviceCaps {
@@ -237,15 +237,17 @@ impl LoraBackend for CudaBackend {
             params.flags |= FLAG_TILES_READY;
         }
         let mut plan = plan_delta(&params, &self.caps);
-        let second = match plan.shrink.kernel {
-            Kernel::ShrinkSmall | Kernel::ShrinkStreamed => (&raw mut plan.group_ends).cast(),
-            _ => (&raw mut plan.k_parts).cast(),
+        let mut large = [(&raw mut params).cast(), (&raw mut plan.k_parts).cast()];
+        let mut others = [
+            (&raw mut params).cast(),
+            (&raw mut plan.shrink_ends).cast(),
+            (&raw mut plan.shrink_groups).cast(),
+        ];
+        let arguments: &mut [_] = match plan.shrink.kernel {
+            Kernel::ShrinkMixed | Kernel::ShrinkUnaligned => &mut large,
+            _ => &mut others,
         };
-        self.enqueue(
-            &plan.shrink,
-            stream,
-            &mut [(&raw mut params).cast(), second],
-        )?;
+        self.enqueue(&plan.shrink, stream, arguments)?;
         // What follows starts when all blocks of the shrink kernel have waited for the grouping.
         params.flags |= FLAG_TILES_READY;
         if plan.shrink.kernel == Kernel::ShrinkStreamed {

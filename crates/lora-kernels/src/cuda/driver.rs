@@ -38,6 +38,7 @@ pub(super) struct Device {
     pub(super) minor: u32,
     pub(super) multiprocessors: u32,
     pub(super) shared_bytes: u32,
+    pub(super) multiprocessor_shared_bytes: u32,
     pub(super) l2_bytes: u64,
     /// Whether it has stream-ordered allocations.
     pub(super) memory_pools: bool,
@@ -79,6 +80,10 @@ impl Device {
             shared_bytes: attribute(
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
             )? as u32,
+            multiprocessor_shared_bytes: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            )?
+            .max(1) as u32,
             l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
             memory_pools: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0,
         })
@@ -136,6 +141,19 @@ pub(super) fn allow_dynamic_shared(function: sys::CUfunction, limit: u32) -> Res
         )
     }
     .named("raising a kernel's shared memory")
+}
+
+/// Hints at how much of a multiprocessor's shared memory to set aside for a kernel, per cent of what there can be.
+pub(super) fn prefer_shared(function: sys::CUfunction, percent: u32) -> Result<(), CudaError> {
+    // SAFETY: `function` is a kernel of a loaded module.
+    unsafe {
+        result::function::set_function_attribute(
+            function,
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+            percent.min(100) as i32,
+        )
+    }
+    .named("setting shared memory aside for a kernel")
 }
 
 /// Where and how a kernel runs.

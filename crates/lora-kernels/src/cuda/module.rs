@@ -13,6 +13,8 @@ pub enum Kernel {
     GroupExperts,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
+    /// The same, several times 16 ranks a block.
+    ShrinkSmallRanks,
     /// The same, tiles of up to 128 rows that pass by 16 ranks of A in registers.
     ShrinkStreamed,
     /// The same, tiles of up to 128 rows, 64 ranks a block.
@@ -23,6 +25,8 @@ pub enum Kernel {
     SumBlocks,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
+    /// The same, padded rank up to 32.
+    ExpandSmall32,
     /// The same, padded rank up to 64.
     ExpandSmall64,
     /// Expand and fold, tiles of up to 128 rows, padded rank 16.
@@ -49,15 +53,17 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
+        Self::ShrinkSmallRanks,
         Self::ShrinkStreamed,
         Self::ShrinkMixed,
         Self::ShrinkUnaligned,
         Self::SumBlocks,
         Self::ExpandSmall16,
+        Self::ExpandSmall32,
         Self::ExpandSmall64,
         Self::ExpandMixed16,
         Self::ExpandMixed64,
@@ -77,11 +83,13 @@ impl Kernel {
             Self::GroupRows => "lora_group_rows",
             Self::GroupExperts => "lora_group_experts",
             Self::ShrinkSmall => "lora_shrink_small",
+            Self::ShrinkSmallRanks => "lora_shrink_small_ranks",
             Self::ShrinkStreamed => "lora_shrink_streamed",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
             Self::SumBlocks => "lora_sum_blocks",
             Self::ExpandSmall16 => "lora_expand_small_16",
+            Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
             Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
@@ -96,15 +104,34 @@ impl Kernel {
         }
     }
 
+    /// Shared memory that a multiprocessor should set aside while it runs this kernel, bytes; `None` leaves that to the driver.
+    ///
+    /// A multiprocessor runs dry before it sets aside more or less. So kernels that follow one another have the same, or the next one's blocks could not
+    /// start early; and no more than they need, since loads in flight live in what is left.
+    fn shared_carveout(self) -> Option<u32> {
+        match self {
+            Self::GroupRows
+            | Self::GroupExperts
+            | Self::ShrinkSmall
+            | Self::ShrinkSmallRanks
+            | Self::ExpandSmall16
+            | Self::ExpandSmall32
+            | Self::ExpandSmall64 => Some(32 << 10),
+            _ => None,
+        }
+    }
+
     fn module(self) -> ModuleName {
         match self {
             Self::GroupRows | Self::GroupExperts => ModuleName::GroupRows,
             Self::ShrinkSmall
+            | Self::ShrinkSmallRanks
             | Self::ShrinkStreamed
             | Self::ShrinkMixed
             | Self::ShrinkUnaligned
             | Self::SumBlocks => ModuleName::Shrink,
             Self::ExpandSmall16
+            | Self::ExpandSmall32
             | Self::ExpandSmall64
             | Self::ExpandMixed16
             | Self::ExpandMixed64
@@ -222,7 +249,7 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     /// Loads every module into the current context and resolves every kernel, each with as much dynamic shared memory as a
     /// block of the device may use.
-    pub(super) fn load(target: &PtxTarget, shared_limit: u32) -> Result<Self, CudaError> {
+    pub(super) fn load(target: &PtxTarget, device: &driver::Device) -> Result<Self, CudaError> {
         let mut kernels = Self {
             modules: Vec::new(),
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
@@ -237,7 +264,10 @@ impl Kernels {
                         kernel: kernel.symbol(),
                         target: target.name,
                     })?;
-            driver::allow_dynamic_shared(function, shared_limit)?;
+            driver::allow_dynamic_shared(function, device.shared_bytes)?;
+            if let Some(bytes) = kernel.shared_carveout() {
+                driver::prefer_shared(function, bytes * 100 / device.multiprocessor_shared_bytes)?;
+            }
             kernels.functions[kernel as usize] = function;
         }
         Ok(kernels)

@@ -19,8 +19,10 @@ use lora_weights::RANK_GRANULE;
 pub struct DeltaPlan {
     /// Partial sums of `x @ A^T`.
     pub shrink: KernelPlan<Kernel>,
-    /// Where the 16-rank groups of each site end in y of the shrink grid of small tiles.
-    pub group_ends: [u32; MAX_SITES],
+    /// Where the blocks of each site end in y of the shrink grid, where a block takes one site.
+    pub shrink_ends: [u32; MAX_SITES],
+    /// Groups of 16 ranks that a shrink block of small tiles takes in turn.
+    pub shrink_groups: u32,
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
     /// The k blocks of large tiles added up, where there may be any and expand blocks do not do it themselves.
@@ -42,8 +44,16 @@ const SLICE_ROWS: u32 = 256;
 /// More blocks would each count all rows for fewer rows to place.
 const MOST_SLICES: u32 = 64;
 
-/// Expand blocks that a multiprocessor should get before blocks are made longer.
+/// Blocks of the shrink kernels for small tiles that a multiprocessor runs at once.
+const SMALL_SHRINK_BLOCKS_A_UNIT: u64 = 4;
+/// Expand blocks that a multiprocessor should get before blocks over spread rows are made longer.
 const BLOCKS_A_UNIT: u64 = 4;
+/// Blocks of [`Kernel::ExpandSmall16`] or [`Kernel::ExpandSmall32`] that a multiprocessor runs at once.
+const SMALL_BLOCKS_A_UNIT: u64 = 5;
+/// The same of [`Kernel::ExpandSmall64`].
+const SMALL_64_BLOCKS_A_UNIT: u64 = 4;
+/// Runs of outputs that a block of those makes at most.
+const MOST_SMALL_RUNS: u32 = 6;
 /// Blocks of [`Kernel::ExpandMixed16`] that a multiprocessor runs at once.
 const MIXED_16_BLOCKS_A_UNIT: u64 = 5;
 
@@ -68,6 +78,7 @@ const MOST_PARTS: u32 = 64;
 struct ShrinkPlan {
     launch: KernelPlan<Kernel>,
     ends: [u32; MAX_SITES],
+    groups: u32,
     parts: u32,
 }
 
@@ -129,7 +140,8 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params));
     DeltaPlan {
         shrink: shrink.launch,
-        group_ends: shrink.ends,
+        shrink_ends: shrink.ends,
+        shrink_groups: shrink.groups,
         k_parts: shrink.parts,
         sum,
         expand,
@@ -159,18 +171,7 @@ fn plan_shrink(
     let group_ends = ends(sites, |site| site.max_rank / RANK_GRANULE);
     let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
-        let grid = [params.k_blocks, groups, shrink_grid_tiles(params)];
-        let launch = KernelPlan {
-            kernel: Kernel::ShrinkSmall,
-            grid,
-            block: SHRINK_THREADS,
-            shared_bytes: 0,
-        };
-        return ShrinkPlan {
-            launch,
-            ends: group_ends,
-            parts: params.k_blocks,
-        };
+        return plan_small_shrink(params, sites, caps);
     }
     let most_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= MOST_STREAMED_RANK {
@@ -190,6 +191,7 @@ fn plan_shrink(
         return ShrinkPlan {
             launch,
             ends: group_ends,
+            groups: 1,
             parts: params.k_blocks,
         };
     }
@@ -218,7 +220,55 @@ fn plan_shrink(
             shared_bytes,
         },
         ends: group_ends,
+        groups: 1,
         parts,
+    }
+}
+
+/// k blocks; sites and ranks; tiles. Blocks loop over the tiles that the grid has none for: blocks that find nothing to do keep the next kernel waiting.
+fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) -> ShrinkPlan {
+    let tiles = usual_tiles(params);
+    let room = SMALL_SHRINK_BLOCKS_A_UNIT * u64::from(caps.units.max(1));
+    let ends_of = |groups: u32| {
+        ends(sites, |site| {
+            (site.max_rank / RANK_GRANULE).div_ceil(groups)
+        })
+    };
+    let blocks_a_tile =
+        |groups| u64::from(params.k_blocks) * u64::from(ends_of(groups)[MAX_SITES - 1]);
+    // Longer blocks overlap their own latencies, and fewer are past the true rank; but nearly every place for a block is to be taken.
+    let groups = [4, 2]
+        .into_iter()
+        .find(|&groups| blocks_a_tile(groups) * u64::from(tiles) >= room * 7 / 10)
+        .filter(|_| sites.iter().any(|site| site.max_rank > RANK_GRANULE))
+        .unwrap_or(1);
+    let kernel = match groups {
+        1 => Kernel::ShrinkSmall,
+        _ => Kernel::ShrinkSmallRanks,
+    };
+    let blocks = blocks_a_tile(groups).max(1);
+    let grid_tiles = match params.flags & FLAG_SPREAD {
+        0 => tiles,
+        // Rows of a MoE block are never spread evenly, but how many entries they touch is not known either.
+        _ if blocks * u64::from(tiles) <= room => tiles.max((room / blocks) as u32),
+        _ => (2 * room / blocks) as u32,
+    };
+    let ends = ends_of(groups);
+    let grid = [
+        params.k_blocks,
+        ends[MAX_SITES - 1],
+        grid_tiles.min(params.max_tiles).max(1),
+    ];
+    ShrinkPlan {
+        launch: KernelPlan {
+            kernel,
+            grid,
+            block: SHRINK_THREADS,
+            shared_bytes: 0,
+        },
+        ends,
+        groups,
+        parts: params.k_blocks,
     }
 }
 
@@ -250,12 +300,8 @@ fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
         .unwrap_or(1)
 }
 
-/// Small tiles that a shrink grid has blocks for: those of rows spread evenly over as many entries as there can be. Blocks loop over the rest, which only uneven
-/// batches have: blocks that find nothing to do cost more. The rows of a MoE block are never spread evenly.
-fn shrink_grid_tiles(params: &DeltaParams) -> u32 {
-    if params.flags & FLAG_SPREAD != 0 {
-        return params.max_tiles;
-    }
+/// Small tiles of rows that are spread evenly over as many entries as there can be. Only uneven batches have more.
+fn usual_tiles(params: &DeltaParams) -> u32 {
     let even = params.rows.div_ceil(SMALL_TILE_ROWS);
     even.max(params.slots.min(params.rows))
         .min(params.max_tiles)
@@ -270,7 +316,8 @@ fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool) -> Kernel {
     match (small, max_rank) {
         _ if !sites.iter().all(whole) => Kernel::ExpandAny,
         (true, 0..=16) => Kernel::ExpandSmall16,
-        (true, 17..=64) => Kernel::ExpandSmall64,
+        (true, 17..=32) => Kernel::ExpandSmall32,
+        (true, 33..=64) => Kernel::ExpandSmall64,
         (false, 0..=16) => Kernel::ExpandMixed16,
         (false, 17..=64) => Kernel::ExpandMixed64,
         (_, 65..) => Kernel::ExpandAny,
@@ -285,7 +332,7 @@ fn plan_expand(
 ) -> KernelPlan<Kernel> {
     let xa_bytes = |most_rows: u32| params.tile_rows.min(most_rows) * xa_pitch(max_rank);
     let (tiles, shared_bytes) = match kernel {
-        Kernel::ExpandSmall16 | Kernel::ExpandSmall64 => {
+        Kernel::ExpandSmall16 | Kernel::ExpandSmall32 | Kernel::ExpandSmall64 => {
             (params.max_tiles, xa_bytes(SMALL_TILE_ROWS))
         }
         Kernel::ExpandAny => (params.max_tiles, xa_bytes(LARGE_TILE_ROWS / 2)),
@@ -303,37 +350,41 @@ fn plan_expand(
     }
 }
 
-/// More runs of outputs a block mean fewer blocks that each do less setting up: as many as leave every multiprocessor a few blocks. Over large tiles
-/// that pays only where it saves a second wave of blocks.
+/// More runs of outputs a block mean fewer blocks that each do less setting up.
 fn expand_runs(
     params: &DeltaParams,
     sites: &[DeltaSite],
     kernel: Kernel,
     caps: &DeviceCaps,
 ) -> u32 {
-    let runs: u32 = sites
-        .iter()
-        .map(|site| site.n_out.div_ceil(EXPAND_BLOCK_OUTPUTS))
-        .sum();
-    let blocks = |tiles: u32| u64::from(runs) * u64::from(tiles);
+    let blocks = |runs: u32, tiles: u32| -> u64 {
+        let of_site = |site: &DeltaSite| site.n_out.div_ceil(runs * EXPAND_BLOCK_OUTPUTS);
+        sites.iter().map(of_site).sum::<u32>() as u64 * u64::from(tiles)
+    };
     let units = u64::from(caps.units.max(1));
-    let a_few = |most: u64| (blocks(params.max_tiles) / (units * BLOCKS_A_UNIT)).clamp(1, most);
+    // Setting up a block costs what a run does; blocks of a wave end together.
+    let soonest = |room: u64| {
+        let cost = |runs: u32| {
+            let waves = blocks(runs, usual_tiles(params)).div_ceil(room);
+            waves * u64::from(1 + runs)
+        };
+        (1..=MOST_SMALL_RUNS).min_by_key(|&runs| cost(runs))
+    };
     let runs = match kernel {
-        Kernel::ExpandSmall16 => a_few(4),
-        Kernel::ExpandSmall64 => a_few(2),
-        Kernel::ExpandMixed16 if params.flags & FLAG_SPREAD != 0 => a_few(2),
+        Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => soonest(units * SMALL_BLOCKS_A_UNIT),
+        Kernel::ExpandSmall64 => soonest(units * SMALL_64_BLOCKS_A_UNIT),
+        // A second run pays over spread rows where blocks are many, else only where it saves a second wave.
+        Kernel::ExpandMixed16 if params.flags & FLAG_SPREAD != 0 => {
+            (blocks(1, params.max_tiles) >= 2 * units * BLOCKS_A_UNIT).then_some(2)
+        }
         Kernel::ExpandMixed16 => {
             let room = units * MIXED_16_BLOCKS_A_UNIT;
-            let blocks = blocks(params.rows.div_ceil(LARGE_TILE_ROWS));
-            if blocks > room && blocks <= 2 * room {
-                2
-            } else {
-                1
-            }
+            let blocks = blocks(1, params.rows.div_ceil(LARGE_TILE_ROWS));
+            (blocks > room && blocks <= 2 * room).then_some(2)
         }
-        _ => 1,
+        _ => None,
     };
-    runs as u32
+    runs.unwrap_or(1)
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.

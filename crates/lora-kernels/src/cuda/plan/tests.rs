@@ -25,12 +25,63 @@ fn decode_gives_each_16_ranks_and_k_block_of_a_tile_a_block() {
     assert_eq!(plan.shrink.kernel, Kernel::ShrinkSmall);
     assert_eq!(plan.shrink.grid, [4, 3, 8]);
     assert_eq!(plan.shrink.shared_bytes, 0);
-    assert_eq!(plan.group_ends, [1, 2, 3, 3]);
+    assert_eq!((plan.shrink_ends, plan.shrink_groups), ([1, 2, 3, 3], 1));
     assert_eq!(plan.expand.kernel, Kernel::ExpandSmall16);
     assert_eq!(plan.expand.grid, [24, 8, 1]);
     assert_eq!(plan.block_ends, [16, 20, 24, 24]);
     // 8 rows of 16 ranks, BF16, no two rows on the same banks.
     assert_eq!(plan.expand.shared_bytes, 8 * 16 * 2);
+}
+
+fn h200() -> DeviceCaps {
+    DeviceCaps {
+        name: "H200".into(),
+        units: 132,
+        shared_bytes: 232_448,
+        l2_bytes: 60 << 20,
+    }
+}
+
+#[test]
+fn shrink_blocks_take_several_groups_of_ranks_where_that_leaves_enough_blocks() {
+    let shrink = |rows, rank| {
+        let problem = Problem::uniform(rows, rows, rank, (4096, &[4096]));
+        let plan = plan_delta(&params(&problem), &h200());
+        (plan.shrink.kernel, plan.shrink_groups, plan.shrink.grid)
+    };
+    assert_eq!(shrink(64, 64), (Kernel::ShrinkSmallRanks, 2, [4, 2, 64]));
+    assert_eq!(shrink(128, 64), (Kernel::ShrinkSmallRanks, 4, [4, 1, 128]));
+    assert_eq!(shrink(8, 64), (Kernel::ShrinkSmall, 1, [4, 4, 8]));
+    assert_eq!(shrink(128, 16), (Kernel::ShrinkSmall, 1, [4, 1, 128]));
+}
+
+#[test]
+fn expand_blocks_take_as_many_runs_as_end_soonest() {
+    let runs = |rows, rank, n_outs: &[u32]| {
+        let problem = Problem::uniform(rows, rows, rank, (4096, n_outs));
+        plan_delta(&params(&problem), &h200()).expand_runs
+    };
+    assert_eq!(runs(1, 16, &[14336, 14336]), 1, "a wave has room for all");
+    assert_eq!(runs(64, 16, &[4096]), 2, "half of two waves");
+    assert_eq!(runs(64, 16, &[4096, 1024, 1024]), 3);
+    assert_eq!(runs(64, 16, &[14336, 14336]), 6, "the most");
+}
+
+#[test]
+fn shrink_blocks_of_a_moe_block_loop_where_more_tiles_may_be_than_two_waves() {
+    let tiles = |rows, entries| {
+        let mut params = params(&Problem::uniform(rows, entries, 16, (2048, &[768, 768])));
+        params.flags = FLAG_SPREAD;
+        params.tile_rows = SMALL_TILE_ROWS;
+        params.max_tiles = crate::RowGroups::max_tiles(rows, entries, rows);
+        (
+            params.max_tiles,
+            plan_delta(&params, &h200()).shrink.grid[2],
+        )
+    };
+    assert_eq!(tiles(8, 128), (8, 8));
+    assert_eq!(tiles(512, 128), (176, 132), "a wave");
+    assert_eq!(tiles(512, 512), (512, 264), "two");
 }
 
 #[test]
@@ -171,8 +222,8 @@ proptest! {
             prop_assert!(launch.grid[1] <= MOST_GRID_YZ && launch.grid[2] <= MOST_GRID_YZ, "{launch}");
         }
         // Every 16 ranks of a site, and every 256 outputs, are in some block.
-        let groups: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
-        prop_assert_eq!(plan.group_ends[MAX_SITES - 1], groups);
+        let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
+        prop_assert_eq!(plan.shrink_ends[MAX_SITES - 1], groups);
         let outputs = |site: &ProblemSite| site.n_out.div_ceil(256 * plan.expand_runs);
         let blocks: u32 = problem.sites.iter().map(outputs).sum();
         prop_assert_eq!(plan.expand.grid[0], blocks);
