@@ -214,6 +214,8 @@ pub struct KernelPlan<K> {
 pub struct LaunchPlan<K> {
     /// x times A, in k blocks.
     pub shrink: KernelPlan<K>,
+    /// The k blocks of large tiles added up, where that is a kernel of its own.
+    pub sum: Option<KernelPlan<K>>,
     /// The rank vectors times B, folded into out.
     pub expand: KernelPlan<K>,
     /// Scratch of all sites for a pass, bytes; see [`site_scratch_bytes`].
@@ -225,7 +227,7 @@ pub struct LaunchPlan<K> {
 }
 
 impl<K> LaunchPlan<K> {
-    /// The plan of `problem` with these kernels: scratch, launches and bytes follow from the problem alone.
+    /// The plan of `problem` with a shrink and an expand kernel: scratch, launches and bytes follow from the problem alone.
     pub(crate) fn of(problem: &Problem, shrink: KernelPlan<K>, expand: KernelPlan<K>) -> Self {
         let pass_rows = problem.pass_rows();
         let passes = problem.rows().div_ceil(pass_rows.max(1));
@@ -235,6 +237,7 @@ impl<K> LaunchPlan<K> {
         };
         Self {
             shrink,
+            sum: None,
             expand,
             scratch_bytes: problem.sites.iter().map(site_bytes).sum(),
             launches: clamp(passes * site_groups),
@@ -299,11 +302,13 @@ impl<K: fmt::Display> fmt::Display for KernelPlan<K> {
 impl<K: fmt::Display> fmt::Display for LaunchPlan<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (total, floor) = (self.bytes.total(), self.bytes.floor());
+        write!(f, "{} x ({}, ", self.launches, self.shrink)?;
+        if let Some(sum) = &self.sum {
+            write!(f, "{sum}, ")?;
+        }
         write!(
             f,
-            "{} x ({}, {}), scratch {} B, moves {total} B, {:.3} of the floor",
-            self.launches,
-            self.shrink,
+            "{}), scratch {} B, moves {total} B, {:.3} of the floor",
             self.expand,
             self.scratch_bytes,
             total as f64 / floor.max(1) as f64

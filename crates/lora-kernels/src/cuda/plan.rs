@@ -95,7 +95,10 @@ struct ShrinkPlan {
 /// ```
 pub fn plan(problem: &Problem, caps: &DeviceCaps) -> LaunchPlan<Kernel> {
     let plan = plan_delta(&first_launch(problem), caps);
-    LaunchPlan::of(problem, plan.shrink, plan.expand)
+    LaunchPlan {
+        sum: plan.sum,
+        ..LaunchPlan::of(problem, plan.shrink, plan.expand)
+    }
 }
 
 /// What a routed launch of `problem` says of its sizes; its only address is one that is aligned.

@@ -99,6 +99,20 @@ fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
 }
 
 #[test]
+fn a_printed_plan_names_every_kernel() {
+    let printed = |rows| plan(&Problem::uniform(rows, 1, 16, (4096, &[4096])), &gb10()).to_string();
+    assert!(!printed(1).contains(Kernel::SumBlocks.symbol()));
+    let long = printed(4096);
+    let kernels = [
+        Kernel::ShrinkMixed,
+        Kernel::SumBlocks,
+        Kernel::ExpandMixed16,
+    ];
+    let places = kernels.map(|kernel| long.find(kernel.symbol()).expect("named"));
+    assert!(places.is_sorted(), "{long}");
+}
+
+#[test]
 fn rows_that_are_not_16_byte_aligned_take_the_unaligned_shrink() {
     let aligned = params(&Problem::uniform(4, 1, 16, (4096, &[64])));
     let odd_width = params(&Problem::uniform(4, 1, 16, (4095, &[64])));
