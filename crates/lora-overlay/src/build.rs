@@ -1,6 +1,7 @@
 //! From an adapter's raw tables to compact rows, on the device.
 
 use crate::overlay::Extension;
+use crate::plan::place_ids;
 use crate::stage::rows_of;
 use crate::{
     EmbedOverlay, HeadOverlay, LmHeadOverlay, OverlayError, OverlayRaw, OverlayRawSlot,
@@ -10,7 +11,7 @@ use crate::{
 use lora_config::TokenTable;
 use lora_kernels::overlay::{GatherSources, gather_rows, row_diff};
 use lora_kernels::{DeviceBuffer, KernelError, LoraBackend, MatRef, Stream};
-use lora_weights::device::{DeviceMemory, UploadCopy};
+use lora_weights::device::{Completion, DeviceMemory, StagingBuffer, UploadCopy};
 use std::sync::Arc;
 
 /// Largest absolute difference in a row up to which it counts as unchanged, by default. A table that was saved without being trained differs from
@@ -18,8 +19,8 @@ use std::sync::Arc;
 /// such rows are lost, that is served as the base model has them. [`RowDifference::under`] counts them; a threshold of 0 loses none.
 pub const ROWDIFF_THRESH: f32 = 0.1;
 
-/// Rows that are looked at together.
-const CHUNK: usize = 64;
+/// Rows that are looked at together: most rows of most tables are not taken.
+const CHUNK: usize = 16;
 
 /// Where an overlay is built, and by what rule.
 #[derive(Clone, Copy)]
@@ -46,10 +47,36 @@ struct Compact {
     ids: Vec<u32>,
     ids_dev: DeviceBuffer,
     rows: DeviceBuffer,
-    /// Four bytes for each id of the vocabulary: distances of rows at first, room for a slot map then.
-    words: DeviceBuffer,
+    slot_map: DeviceBuffer,
     difference: RowDifference,
     extension: Option<Extension>,
+}
+
+/// Rows of the adapter's own table beside those of the served one.
+enum Comparison {
+    /// So many, all taken: there is nothing to compare them with.
+    AllOf(u32),
+    /// Being compared, and where the host reads their distances.
+    Distances(DeviceBuffer, Box<dyn StagingBuffer>),
+}
+
+/// Memory of a slot map, on both sides; on the host's no id has a place yet.
+struct SlotMapRoom {
+    device: DeviceBuffer,
+    host: Box<dyn StagingBuffer>,
+}
+
+/// A slot map on its way. The upload comes first: dropped, it waits, and only then may its memory go.
+struct SentSlotMap {
+    completion: Box<dyn Completion>,
+    device: DeviceBuffer,
+}
+
+/// Rows that the device is copying together, and the list that says from where.
+struct Gather {
+    rows: DeviceBuffer,
+    sources: Vec<u32>,
+    list: DeviceBuffer,
 }
 
 /// Where a tied or untied head takes its rows from.
@@ -88,7 +115,7 @@ pub fn build_overlay(
             built.into_head(shape.lm_head)
         }
     };
-    let overlay = builder.overlay(built, lmhead, shape)?;
+    let overlay = built.into_overlay(lmhead, shape);
     let is_empty = overlay.n_override == 0
         && overlay.n_override_head() == 0
         && overlay.extension_counts() == (0, 0);
@@ -176,64 +203,94 @@ impl OverlayBuilder<'_> {
         served: &ServedTables<'_>,
         shape: VocabShape,
     ) -> Result<Compact, OverlayError> {
-        let served = served.table(sources.table);
         let vocab = match sources.table {
             TokenTable::Embed => shape.embed,
             TokenTable::LmHead => shape.lm_head,
         };
         let base_rows = sources.base.map_or(0, |base| base.rows() as u32);
         let trained = clamp_trainable_to_vocab(sources.trainable, vocab, base_rows)?;
-        let mut words = DeviceBuffer::zeroed(self.memory(), u64::from(vocab) * 4)?;
-        let (differing, difference) = self.differing(sources.base, served, &trained, &mut words)?;
+        let comparison = self.compare(sources.base, served.table(sources.table))?;
+        // While the device reads both tables.
+        let room = match sources.table {
+            TokenTable::Embed => Some(self.slot_map_room(vocab)?),
+            TokenTable::LmHead => None,
+        };
+        let (differing, difference) = self.differing(comparison, &trained)?;
         let ids = build_override_set(&differing, &trained.served);
         let width = shape.hidden as usize;
-        let (rows, ids_dev) = self.gather(sources, &ids, &trained.served, width)?;
+        // On its way while memory is found for rows, and while they are copied.
+        let slot_map = match room {
+            Some(room) if !ids.is_empty() => Some(room.send(&ids)?),
+            _ => None,
+        };
+        let own = self.gather(sources, &ids, &trained.served, width)?;
         let offered: Vec<u32> = (vocab..base_rows).collect();
-        let extension = match offered.first() {
-            None => None,
-            Some(&first_id) => Some(Extension {
+        let offers = self.gather(sources, &offered, &trained.extension, width)?;
+        self.backend.synchronize(self.stream)?;
+        let slot_map = match slot_map {
+            Some(sent) => sent.landed()?,
+            None => DeviceBuffer::zeroed(self.memory(), 0)?,
+        };
+        let (rows, ids_dev) = own.finished(&ids)?;
+        Ok(Compact {
+            rows,
+            ids_dev,
+            slot_map,
+            ids,
+            difference,
+            extension: offered.first().map(|&first_id| Extension {
                 first_id,
-                rows: self.gather(sources, &offered, &trained.extension, width)?.0,
+                rows: offers.rows,
                 count: offered.len() as u32,
             }),
-        };
-        Ok(Compact {
-            ids,
-            ids_dev,
-            rows,
-            words,
-            difference,
-            extension,
         })
     }
 
-    /// Ids whose row of the adapter's own table is taken, among those that both tables have.
-    fn differing(
+    /// Has the device compare the rows that both tables have.
+    fn compare(
         &self,
         base: Option<MatRef<'_>>,
         served: &ServedTable<'_>,
-        trained: &TrainedTokens,
-        distances: &mut DeviceBuffer,
-    ) -> Result<(Vec<u32>, RowDifference), OverlayError> {
+    ) -> Result<Comparison, OverlayError> {
         let Some(base) = base else {
-            return Ok((Vec::new(), RowDifference::default()));
+            return Ok(Comparison::AllOf(0));
         };
         let rows = base.rows().min(served.rows());
         let Some(values) = served.values()? else {
-            let over = rows as u32;
-            return Ok(((0..over).collect(), RowDifference { over, under: 0 }));
+            return Ok(Comparison::AllOf(rows as u32));
         };
         let (a, b) = (base.row_range(0..rows)?, values.row_range(0..rows)?);
+        let bytes = rows * size_of::<f32>();
+        let mut distances = DeviceBuffer::zeroed(self.memory(), bytes as u64)?;
         row_diff(self.on(), a, b, distances.f32_mat_mut(1, rows, rows)?)?;
-        // While the device reads both tables.
-        let memory = self.memory();
-        let mut staging = memory
-            .stage(rows * size_of::<f32>())
-            .map_err(KernelError::from)?;
-        self.backend.synchronize(self.stream)?;
-        let landed = memory.download(distances.ptr(), staging.bytes_mut());
-        landed.map_err(KernelError::from)?;
-        Ok(self.over_threshold(bytemuck::cast_slice(staging.bytes()), trained))
+        let staging = self.memory().stage(bytes).map_err(KernelError::from)?;
+        Ok(Comparison::Distances(distances, staging))
+    }
+
+    fn slot_map_room(&self, vocab: u32) -> Result<SlotMapRoom, KernelError> {
+        let bytes = vocab as usize * size_of::<i32>();
+        let device = DeviceBuffer::zeroed(self.memory(), bytes as u64)?;
+        let mut host = self.memory().stage(bytes)?;
+        fill_slot_map(&[], bytemuck::cast_slice_mut(host.bytes_mut()));
+        Ok(SlotMapRoom { device, host })
+    }
+
+    /// Ids whose row of the adapter's own table is taken, among those that both tables have. Waits for the comparison.
+    fn differing(
+        &self,
+        comparison: Comparison,
+        trained: &TrainedTokens,
+    ) -> Result<(Vec<u32>, RowDifference), OverlayError> {
+        match comparison {
+            Comparison::AllOf(over) => Ok(((0..over).collect(), RowDifference { over, under: 0 })),
+            Comparison::Distances(distances, mut staging) => {
+                self.backend.synchronize(self.stream)?;
+                let landed = self.memory().download(distances.ptr(), staging.bytes_mut());
+                landed.map_err(KernelError::from)?;
+                let distances = bytemuck::cast_slice(staging.bytes());
+                Ok(self.over_threshold(distances, trained))
+            }
+        }
     }
 
     /// Ids of the rows whose distance is over the threshold.
@@ -242,44 +299,37 @@ impl OverlayBuilder<'_> {
         distances: &[f32],
         trained: &TrainedTokens,
     ) -> (Vec<u32>, RowDifference) {
-        let is_trained = |id: &u32| {
-            matches!(
-                override_source(*id, &trained.served),
-                OverrideSource::Delta { .. }
-            )
-        };
-        let (mut differing, mut under) = (Vec::new(), 0);
-        // Most rows of most tables do not differ at all.
+        let is_over = |distance: f32| distance > self.threshold;
+        let is_under = |distance: f32| distance > 0.0 && !is_over(distance);
+        let mut differing: Vec<u32> = Vec::new();
         for (first, chunk) in (0..).step_by(CHUNK).zip(distances.chunks(CHUNK)) {
-            if chunk.iter().fold(0, |bits, d| bits | d.to_bits()) == 0 {
-                continue;
-            }
-            for (id, &distance) in (first..).zip(chunk) {
-                if distance > self.threshold {
-                    differing.push(id);
-                } else if distance > 0.0 && !is_trained(&id) {
-                    under += 1;
-                }
+            // Without a branch for each row, so that rows are compared some at a time.
+            if chunk.iter().fold(false, |any, d| any | is_over(*d)) {
+                let over = (first..).zip(chunk).filter(|(_, d)| is_over(**d));
+                differing.extend(over.map(|(id, _)| id));
             }
         }
-        let over = differing.len() as u32;
-        (differing, RowDifference { over, under })
+        let under: u32 = distances.iter().map(|d| u32::from(is_under(*d))).sum();
+        let own_rows = trained.served.iter();
+        let of_trained = own_rows.filter(|row| {
+            let distance = distances.get(row.id as usize);
+            distance.is_some_and(|d| is_under(*d))
+        });
+        let difference = RowDifference {
+            over: differing.len() as u32,
+            under: under - of_trained.count() as u32,
+        };
+        (differing, difference)
     }
 
-    /// The rows of `ids`, each from where the adapter holds it, and `ids` themselves.
+    /// Has the device copy the rows of `ids`, each from where the adapter holds it.
     fn gather(
         &self,
         sources: &Sources<'_>,
         ids: &[u32],
         trained: &[crate::TrainedRow],
         width: usize,
-    ) -> Result<(DeviceBuffer, DeviceBuffer), OverlayError> {
-        let bytes = (ids.len() * width * 2) as u64;
-        let mut rows = DeviceBuffer::zeroed(self.memory(), bytes)?;
-        let mut list = DeviceBuffer::zeroed(self.memory(), size_of_val(ids) as u64)?;
-        if ids.is_empty() {
-            return Ok((rows, list));
-        }
+    ) -> Result<Gather, OverlayError> {
         let none = DeviceBuffer::zeroed(self.memory(), 0)?;
         let empty = none.mat(0, width, width)?;
         let base = sources.base.unwrap_or(empty);
@@ -292,57 +342,71 @@ impl OverlayBuilder<'_> {
                 OverrideSource::Base { row } => row,
             })
             .collect();
-        list.upload(0, &index)?;
-        gather_rows(
-            self.on(),
-            GatherSources { base, delta },
-            list.row_indices(ids.len())?,
-            rows.mat_mut(ids.len(), width, width)?,
-        )?;
-        // Before the list changes and the raw buffers go.
-        self.backend.synchronize(self.stream)?;
-        if index != ids {
-            list.upload(0, ids)?;
+        let bytes = (ids.len() * width * 2) as u64;
+        let mut rows = DeviceBuffer::zeroed(self.memory(), bytes)?;
+        let list = DeviceBuffer::from_slice(self.memory(), &index)?;
+        if !ids.is_empty() {
+            gather_rows(
+                self.on(),
+                GatherSources { base, delta },
+                list.row_indices(ids.len())?,
+                rows.mat_mut(ids.len(), width, width)?,
+            )?;
         }
-        Ok((rows, list))
-    }
-
-    fn overlay(
-        &self,
-        built: Compact,
-        lmhead: HeadOverlay,
-        shape: VocabShape,
-    ) -> Result<EmbedOverlay, OverlayError> {
-        let map = match built.ids.is_empty() {
-            true => DeviceBuffer::zeroed(self.memory(), 0)?,
-            false => self.slot_map(built.words, &built.ids)?,
-        };
-        Ok(EmbedOverlay {
-            ids_dev: built.ids_dev,
-            slot_map: map,
-            n_override: built.ids.len() as u32,
-            rows: built.rows,
-            vocab: shape.embed,
-            lmhead,
-            hidden: shape.hidden,
-            difference: built.difference,
-            extension: built.extension,
+        Ok(Gather {
+            rows,
+            sources: index,
+            list,
         })
     }
+}
 
-    /// Turns the words into a slot map.
-    fn slot_map(&self, words: DeviceBuffer, ids: &[u32]) -> Result<DeviceBuffer, KernelError> {
-        let memory = self.memory();
-        let bytes = words.bytes() as usize;
-        let mut staging = memory.stage(bytes)?;
-        fill_slot_map(ids, bytemuck::cast_slice_mut(staging.bytes_mut()));
-        let copy = UploadCopy::contiguous(0, words.ptr(), bytes);
-        memory.upload(staging, &[copy])?.wait()?;
-        Ok(words)
+impl SlotMapRoom {
+    /// Sends the slot map of `ids`.
+    fn send(mut self, ids: &[u32]) -> Result<SentSlotMap, KernelError> {
+        let map = bytemuck::cast_slice_mut(self.host.bytes_mut());
+        place_ids(ids, map);
+        let copy = UploadCopy::contiguous(0, self.device.ptr(), size_of_val(map));
+        let completion = self.device.memory().upload(self.host, &[copy])?;
+        Ok(SentSlotMap {
+            completion,
+            device: self.device,
+        })
+    }
+}
+
+impl SentSlotMap {
+    fn landed(self) -> Result<DeviceBuffer, KernelError> {
+        self.completion.wait()?;
+        Ok(self.device)
+    }
+}
+
+impl Gather {
+    /// The rows, and the list made one of `ids`: nothing is being copied any more.
+    fn finished(mut self, ids: &[u32]) -> Result<(DeviceBuffer, DeviceBuffer), KernelError> {
+        if self.sources != ids {
+            self.list.upload(0, ids)?;
+        }
+        Ok((self.rows, self.list))
     }
 }
 
 impl Compact {
+    fn into_overlay(self, lmhead: HeadOverlay, shape: VocabShape) -> EmbedOverlay {
+        EmbedOverlay {
+            ids_dev: self.ids_dev,
+            slot_map: self.slot_map,
+            n_override: self.ids.len() as u32,
+            rows: self.rows,
+            vocab: shape.embed,
+            lmhead,
+            hidden: shape.hidden,
+            difference: self.difference,
+            extension: self.extension,
+        }
+    }
+
     fn into_head(self, vocab: u32) -> HeadOverlay {
         HeadOverlay::Own(LmHeadOverlay {
             ids_dev: self.ids_dev,

@@ -96,6 +96,11 @@ pub fn override_source(id: u32, trained: &[TrainedRow]) -> OverrideSource {
 /// Ids past the vocabulary have none.
 pub fn fill_slot_map(ids: &[u32], map: &mut [i32]) {
     map.fill(-1);
+    place_ids(ids, map);
+}
+
+/// The same in a map where no id has a place yet.
+pub(crate) fn place_ids(ids: &[u32], map: &mut [i32]) {
     for (place, &id) in (0..).zip(ids) {
         if let Some(entry) = map.get_mut(id as usize) {
             *entry = place;
