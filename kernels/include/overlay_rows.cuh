@@ -12,8 +12,9 @@
 constexpr int kRowWarps = kRowThreads / 32;
 constexpr int kElementsAPiece = 8;
 
-// Pieces of a row that a lane has in flight.
+// Pieces of a row that a lane has in flight where a warp takes a row, and where a block does: fewer registers leave room for the next kernel's blocks.
 constexpr int kPiecesAhead = 8;
+constexpr int kBlockPiecesAhead = 2;
 
 __device__ __forceinline__ bool aligned16(uint64_t address, uint64_t stride) { return address % 16 == 0 && stride % 8 == 0; }
 
@@ -87,20 +88,20 @@ __device__ __forceinline__ uint4 multiplied(uint4 v, float by) {
     return v;
 }
 
-// Copies a row by `kThreads` threads, of which this one is the `thread`th.
-template <int kThreads, bool kMultiply>
+// Copies a row by `kThreads` threads, of which this one is the `thread`th, `kAhead` pieces a thread at a time.
+template <int kThreads, int kAhead, bool kMultiply>
 __device__ __forceinline__ void copy_row(uint16_t* to, const uint16_t* from, uint32_t cols, uint32_t thread, float by) {
     const bool whole = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16 == 0;
     const uint32_t pieces = whole ? cols / kElementsAPiece : 0;
-    for (uint32_t first = thread; first < pieces; first += kThreads * kPiecesAhead) {
-        uint4 v[kPiecesAhead];
+    for (uint32_t first = thread; first < pieces; first += kThreads * kAhead) {
+        uint4 v[kAhead];
 #pragma unroll
-        for (int i = 0; i < kPiecesAhead; ++i) {
+        for (int i = 0; i < kAhead; ++i) {
             const uint32_t piece = first + i * kThreads;
             v[i] = load16_if(piece < pieces, from + uint64_t(piece) * kElementsAPiece);
         }
 #pragma unroll
-        for (int i = 0; i < kPiecesAhead; ++i) {
+        for (int i = 0; i < kAhead; ++i) {
             const uint32_t piece = first + i * kThreads;
             if (kMultiply) v[i] = multiplied(v[i], by);
             if (piece < pieces) *reinterpret_cast<uint4*>(to + uint64_t(piece) * kElementsAPiece) = v[i];
@@ -121,7 +122,15 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     const uint32_t of_delta = index - p.base_rows;
     if (!of_base && of_delta >= p.delta_rows) return;
     const uint16_t* from = of_base ? row_of(p.base, p.base_stride, index) : row_of(p.delta, p.delta_stride, of_delta);
-    copy_row<32, false>(row_of(p.out, p.out_stride, row), from, p.cols, threadIdx.x % 32, 0);
+    copy_row<32, kPiecesAhead, false>(row_of(p.out, p.out_stride, row), from, p.cols, threadIdx.x % 32, 0);
+}
+
+// Part of a record that no launch of the step writes: by way of L1, where a block finds it again.
+template <int kOffset>
+__device__ __forceinline__ uint4 load_record16(const void* base) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4+%5];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(base), "n"(kOffset) : "memory");
+    return v;
 }
 
 // The overlay of a slot; `n_override` 0 where there is none.
@@ -129,8 +138,8 @@ __device__ __forceinline__ OverlaySlot overlay_of(uint64_t entries, uint32_t slo
     OverlaySlot overlay{0, 0, 0, 0, 0};
     if (slot >= slots) return overlay;  // a negative slot is past every table once it is unsigned
     const OverlaySlot* at = reinterpret_cast<const OverlaySlot*>(entries) + slot;
-    const uint4 low = load16<0>(at);
-    const uint4 high = load16<16>(at);
+    const uint4 low = load_record16<0>(at);
+    const uint4 high = load_record16<16>(at);
     overlay.rows = low.x | uint64_t(low.y) << 32;
     overlay.ids = low.z | uint64_t(low.w) << 32;
     overlay.slot_map = high.x | uint64_t(high.y) << 32;
@@ -138,9 +147,17 @@ __device__ __forceinline__ OverlaySlot overlay_of(uint64_t entries, uint32_t slo
     return overlay;
 }
 
+// Asks for the lines of the overlays' records, before it is known which are wanted.
+__device__ __forceinline__ void prefetch_overlays(uint64_t entries, uint32_t slots) {
+    constexpr uint32_t kLine = 128;
+    if (threadIdx.x * kLine < slots * sizeof(OverlaySlot)) prefetch_l2(entries + threadIdx.x * kLine);
+}
+
 __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {
-    wait_for_predecessor();
+    prefetch_overlays(p.entries, p.slots);
+    // Before the wait: nothing is written here that a dependent reads before its own, and a grouping before this launch makes it wait first.
     let_dependents_start();
+    wait_for_predecessor();
     const uint32_t row = blockIdx.x;
     const uint32_t token = __ldcg(reinterpret_cast<const uint32_t*>(p.token_ids) + row);
     const uint32_t slot = p.seq_slot == 0 ? p.slot : __ldcg(reinterpret_cast<const uint32_t*>(p.seq_slot) + row);
@@ -151,8 +168,8 @@ __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {
     const uint16_t* from = row_of(overlay.rows, p.hidden, place);
     uint16_t* to = row_of(p.out, p.out_stride, row);
     if (p.flags & kFlagMultiply) {
-        copy_row<kRowThreads, true>(to, from, p.hidden, threadIdx.x, p.multiplier);
+        copy_row<kRowThreads, kBlockPiecesAhead, true>(to, from, p.hidden, threadIdx.x, p.multiplier);
     } else {
-        copy_row<kRowThreads, false>(to, from, p.hidden, threadIdx.x, 0);
+        copy_row<kRowThreads, kBlockPiecesAhead, false>(to, from, p.hidden, threadIdx.x, 0);
     }
 }

@@ -4,6 +4,9 @@ use super::{CudaError, driver};
 use cudarc::driver::sys;
 use std::fmt;
 
+/// More shared memory than a multiprocessor has.
+const ALL_SHARED: u32 = 1 << 20;
+
 /// Every kernel of this crate. The only place where their symbols are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kernel {
@@ -107,7 +110,8 @@ impl Kernel {
     /// Shared memory that a multiprocessor should set aside while it runs this kernel, bytes; `None` leaves that to the driver.
     ///
     /// A multiprocessor runs dry before it sets aside more or less. So kernels that follow one another have the same, or the next one's blocks could not
-    /// start early; and no more than they need, since loads in flight live in what is left.
+    /// start early, and clusters that found no multiprocessors for all their blocks would run after the others; and no more than they need, since loads in
+    /// flight live in what is left.
     fn shared_carveout(self) -> Option<u32> {
         match self {
             Self::GroupRows
@@ -117,6 +121,11 @@ impl Kernel {
             | Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64 => Some(32 << 10),
+            Self::ReplaceRows
+            | Self::HeadSplit
+            | Self::HeadSplitLow
+            | Self::HeadUnaligned
+            | Self::HeadWide => Some(ALL_SHARED),
             _ => None,
         }
     }
