@@ -1,12 +1,14 @@
 // The head's work: which rows go with which of an overlay's ids, found on the device from tiles and overlay records.
 //
-// An item is up to `kRows` rows of one slot and up to 128 of its overlay's ids. Tiles of one slot stand together and their positions are contiguous, so
+// An item is up to `kRows` rows of one slot and up to `kIds` of its overlay's ids. Tiles of one slot stand together and their positions are contiguous, so
 // small tiles are put together again: a slot's overlay is read once for every `kRows` of its rows. Items are numbered tile by tile. The
 // grid cannot know how many there are, since overlays change under a captured graph: blocks take every n-th of them.
 #pragma once
 
 #include "block_scan.cuh"
 #include "overlay_rows.cuh"
+
+constexpr int kHeadWarps = kHeadThreads / 32;
 
 struct HeadItem {
     uint64_t rows;  // of the overlay, from the item's first id on
@@ -34,34 +36,20 @@ __device__ __forceinline__ uint32_t head_row(const LogitsParams& p, uint32_t pos
     return p.perm == 0 ? position : reinterpret_cast<const uint32_t*>(p.perm)[position];
 }
 
-// Inclusive prefix maxima over the block of one value a thread, at least `floor`.
-__device__ __forceinline__ uint32_t block_inclusive_max(uint32_t value, uint32_t floor, uint32_t* warp_values) {
-    const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(0xffffffffu, value, distance);
-        if (lane >= distance) value = max(value, before);
-    }
-    if (lane == 31) warp_values[threadIdx.x / 32] = value;
-    __syncthreads();
-    for (uint32_t warp = 0; warp < threadIdx.x / 32; ++warp) value = max(value, warp_values[warp]);
-    __syncthreads();
-    return max(value, floor);
-}
-
 // Finds items by number, in ascending order. A window holds as many tiles as a block has threads.
-template <int kRows>
+template <int kIds, int kRows>
 struct HeadWork {
     struct Shared {
         uint32_t first_item[kHeadThreads];
-        uint32_t warp_values[33];
-        uint32_t group_start;  // of the window's last tile, plus one
+        uint32_t group_start_of_warp[kHeadWarps];  // position of the last group that starts in the warp's tiles, plus one; 0 = none does
+        uint32_t items_of_warp[kHeadWarps];
     };
 
     const LogitsParams& p;
     Shared& shared;
     uint32_t tiles;
     uint32_t window;         // first tile
+    uint32_t group_start;    // of the last tile before the window's end, plus one
     uint32_t items_before;   // the window
     uint32_t window_items;
 
@@ -72,32 +60,63 @@ struct HeadWork {
     __device__ __forceinline__ void start() {
         tiles = head_tiles(p);
         items_before = 0;
-        if (threadIdx.x == 0) shared.group_start = 0;
+        group_start = 0;
         load_window(0);
     }
 
     __device__ __forceinline__ void load_window(uint32_t first) {
         window = first;
+        const uint32_t warp = threadIdx.x / 32;
+        const uint32_t lane = threadIdx.x % 32;
         const uint32_t index = first + threadIdx.x;
-        const bool present = index < tiles;
         Tile tile{~0u, 0, 0, 0};
         uint32_t before = ~0u;
-        // Not only where `present`, which is a load of its own: the list has room for as many.
+        // Not only of the tiles that there are, whose number is a load of its own: the list has room for as many.
         if (index < p.max_tiles) {
             tile = head_tile(p, index);
             before = index == 0 ? ~0u : head_tile(p, index - 1).entry;
         }
-        const bool starts_group = present && (index == 0 || before != tile.entry);
         const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
         const uint32_t ids = overlay.ids == 0 ? 0 : overlay.n_override;
+        const bool present = index < tiles;
+        const uint32_t starts = __ballot_sync(kAllLanes, present && (index == 0 || before != tile.entry));
+        const uint32_t starts_here = starts & (kAllLanes >> (31 - lane));
+        const uint32_t of_warp = __shfl_sync(kAllLanes, tile.first, starts == 0 ? 0 : 31 - __clz(starts));
+        uint32_t start = __shfl_sync(kAllLanes, tile.first, starts_here == 0 ? 0 : 31 - __clz(starts_here));
+        if (lane == 0) shared.group_start_of_warp[warp] = starts == 0 ? 0 : of_warp + 1;
         __syncthreads();
-        const uint32_t carried = shared.group_start;
-        const uint32_t start = block_inclusive_max(starts_group ? tile.first + 1 : 0, carried, shared.warp_values);
-        const bool leads = present && (tile.first + 1 - start) % kRows == 0;
-        const uint32_t items = leads ? (ids + kHeadIds - 1) / kHeadIds * row_blocks(tile) : 0;
-        shared.first_item[threadIdx.x] = block_exclusive_scan(items, shared.warp_values, window_items);
-        if (threadIdx.x == kHeadThreads - 1) shared.group_start = start;
+        // Positions ascend: the last group is the one that starts furthest on.
+        uint32_t carried = group_start;
+#pragma unroll
+        for (uint32_t other = 0; other < kHeadWarps; ++other) {
+            const uint32_t theirs = shared.group_start_of_warp[other];
+            group_start = max(group_start, theirs);
+            if (other < warp) carried = max(carried, theirs);
+        }
+        if (starts_here == 0) start = carried - 1;
+        const bool leads = present && (tile.first - start) % kRows == 0;
+        const uint32_t items = leads ? (ids + kIds - 1) / kIds * row_blocks(tile) : 0;
+        const uint32_t inclusive = warp_inclusive_scan(items);
+        if (lane == 31) shared.items_of_warp[warp] = inclusive;
         __syncthreads();
+        window_items = 0;
+        uint32_t of_others = 0;
+#pragma unroll
+        for (uint32_t other = 0; other < kHeadWarps; ++other) {
+            if (other < warp) of_others += shared.items_of_warp[other];
+            window_items += shared.items_of_warp[other];
+        }
+        shared.first_item[threadIdx.x] = of_others + inclusive - items;
+        __syncthreads();
+    }
+
+    // The last tile of the window whose items do not begin after `inside`.
+    __device__ __forceinline__ uint32_t tile_of(uint32_t inside) const {
+        constexpr uint32_t kStep = kHeadThreads / 32;
+        const uint32_t lane = threadIdx.x % 32;
+        const uint32_t coarse = __popc(__ballot_sync(kAllLanes, shared.first_item[lane * kStep] <= inside)) - 1;
+        const uint32_t fine = __popc(__ballot_sync(kAllLanes, shared.first_item[coarse * kStep + lane % kStep] <= inside)) / (32 / kStep) - 1;
+        return coarse * kStep + fine;
     }
 
     // The item of number `item`, which is not below any asked for before.
@@ -105,24 +124,14 @@ struct HeadWork {
         while (item - items_before >= window_items) {
             if (window + kHeadThreads >= tiles) return HeadItem{0, 0, 0, 0, 0, 0};
             items_before += window_items;
-            __syncthreads();
             load_window(window + kHeadThreads);
         }
         const uint32_t inside = item - items_before;
-        uint32_t low = 0;
-        uint32_t high = kHeadThreads;
-        while (high - low > 1) {
-            const uint32_t middle = low + (high - low) / 2;
-            if (shared.first_item[middle] <= inside) {
-                low = middle;
-            } else {
-                high = middle;
-            }
-        }
+        const uint32_t low = tile_of(inside);
         const uint32_t index = window + low;
         const Tile tile = head_tile(p, index);
         const uint32_t of_tile = inside - shared.first_item[low];
-        const uint32_t first_id = of_tile / row_blocks(tile) * kHeadIds;
+        const uint32_t first_id = of_tile / row_blocks(tile) * kIds;
         const uint32_t first = tile.first + of_tile % row_blocks(tile) * kRows;
         // Small tiles that follow in the slot's rows; a large tile's rows may fill the item on their own.
         const uint32_t other = index + threadIdx.x % 32;
@@ -135,7 +144,7 @@ struct HeadWork {
         const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
         return HeadItem{overlay.rows + uint64_t(first_id) * p.k_in * sizeof(__nv_bfloat16),
                         overlay.ids + uint64_t(first_id) * sizeof(uint32_t),
-                        min(overlay.n_override - first_id, uint32_t(kHeadIds)),
+                        min(overlay.n_override - first_id, uint32_t(kIds)),
                         first,
                         min(end - first, uint32_t(kRows)),
                         0};

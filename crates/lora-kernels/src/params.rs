@@ -71,6 +71,27 @@ pub(crate) const HEAD_SPLIT_ROWS: u32 = 64;
 /// Its asynchronous stages.
 pub(crate) const HEAD_SPLIT_STAGES: u32 = 3;
 
+/// Overlay rows that a cluster takes at a time where there are few.
+pub(crate) const HEAD_FEW_IDS: u32 = 32;
+
+/// Times [`HEAD_STAGE_K`] hidden columns in one of its asynchronous stages.
+pub(crate) const HEAD_FEW_TILES: u32 = 4;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_FEW_STAGES: u32 = 2;
+
+/// The same where a block has a multiprocessor to itself.
+pub(crate) const HEAD_DEEP_STAGES: u32 = 4;
+
+/// Overlay rows that a cluster of two blocks takes at a time.
+pub(crate) const HEAD_PAIR_IDS: u32 = 64;
+
+/// Times [`HEAD_STAGE_K`] hidden columns in one of its asynchronous stages.
+pub(crate) const HEAD_PAIR_TILES: u32 = 4;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_PAIR_STAGES: u32 = 3;
+
 /// The same on a device with less shared memory, and for rows that are not aligned.
 pub(crate) const HEAD_LOW_STAGES: u32 = 2;
 

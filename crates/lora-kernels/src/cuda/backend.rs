@@ -2,16 +2,16 @@ use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
 use super::plan::{
-    plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits, plan_replace_rows,
-    plan_row_diff,
+    HeadClusters, plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits,
+    plan_replace_rows, plan_row_diff,
 };
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{EntryParams, FLAG_OPEN_SUMS, FLAG_TILES_READY, GroupParams};
 use crate::{
-    DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LOGIT_PARTS, LogitsParams,
-    LoraBackend, ReplaceRowsParams, RowDiffParams, Stream,
+    DeltaParams, DeviceCaps, GatherRowsParams, KernelError, KernelPlan, LogitsParams, LoraBackend,
+    ReplaceRowsParams, RowDiffParams, Stream,
 };
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use lora_weights::device::{
     Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
@@ -30,8 +30,7 @@ pub struct CudaBackend {
     caps: DeviceCaps,
     target: PtxTarget,
     just_grouped: JustGrouped,
-    /// Clusters of the head that the device runs at once.
-    clusters: u32,
+    head_clusters: HeadClusters,
 }
 
 // SAFETY: handles are driver-owned names that any thread may use once it has bound the context, which every method does first.
@@ -84,17 +83,12 @@ impl CudaBackend {
             caps,
             target,
             just_grouped: JustGrouped::default(),
-            clusters: 0,
+            head_clusters: HeadClusters::default(),
         };
-        backend.clusters = backend.resident_clusters()?;
+        backend.head_clusters = HeadClusters::ask(&backend.caps, |plan, blocks| {
+            driver::resident_clusters(&backend.launch_of(plan, Stream::OWN), blocks)
+        })?;
         Ok(backend)
-    }
-
-    /// Clusters of the head that the device runs at once: its multiprocessors over the blocks of a cluster, less where those do not come in
-    /// such groups.
-    fn resident_clusters(&self) -> Result<u32, CudaError> {
-        let plan = plan_head_logits(&LogitsParams::zeroed(), &self.caps, 1);
-        driver::resident_clusters(&self.launch_of(&plan, Stream::OWN), LOGIT_PARTS)
     }
 
     /// The PTX in use.
@@ -282,7 +276,7 @@ impl LoraBackend for CudaBackend {
         if !self.just_grouped.take(stream) {
             params.flags |= FLAG_TILES_READY;
         }
-        let launch = plan_head_logits(&params, &self.caps, self.clusters);
+        let launch = plan_head_logits(&params, &self.caps, &self.head_clusters);
         self.enqueue_one(&launch, stream, params)
     }
 

@@ -44,7 +44,13 @@ pub enum Kernel {
     GatherRows,
     /// Embedding rows replaced by overlays'.
     ReplaceRows,
-    /// Logits of overridden ids, a cluster for up to 64 rows and 128 ids.
+    /// Logits of overridden ids, a cluster for up to 64 rows and 32 ids, a block to a multiprocessor.
+    HeadFewDeep,
+    /// The same, two blocks to a multiprocessor.
+    HeadFew,
+    /// The same, a cluster of two blocks for up to 64 rows and 64 ids.
+    HeadPair,
+    /// The same, a cluster for up to 64 rows and 128 ids.
     HeadSplit,
     /// The same with less shared memory.
     HeadSplitLow,
@@ -56,7 +62,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 24] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
@@ -74,6 +80,9 @@ impl Kernel {
         Self::RowDiff,
         Self::GatherRows,
         Self::ReplaceRows,
+        Self::HeadFewDeep,
+        Self::HeadFew,
+        Self::HeadPair,
         Self::HeadSplit,
         Self::HeadSplitLow,
         Self::HeadUnaligned,
@@ -100,6 +109,9 @@ impl Kernel {
             Self::RowDiff => "lora_row_diff",
             Self::GatherRows => "lora_gather_rows",
             Self::ReplaceRows => "lora_replace_rows",
+            Self::HeadFewDeep => "lora_head_few_deep",
+            Self::HeadFew => "lora_head_few",
+            Self::HeadPair => "lora_head_pair",
             Self::HeadSplit => "lora_head_split",
             Self::HeadSplitLow => "lora_head_split_low",
             Self::HeadUnaligned => "lora_head_unaligned",
@@ -122,6 +134,9 @@ impl Kernel {
             | Self::ExpandSmall32
             | Self::ExpandSmall64 => Some(32 << 10),
             Self::ReplaceRows
+            | Self::HeadFewDeep
+            | Self::HeadFew
+            | Self::HeadPair
             | Self::HeadSplit
             | Self::HeadSplitLow
             | Self::HeadUnaligned
@@ -146,9 +161,13 @@ impl Kernel {
             | Self::ExpandMixed64
             | Self::ExpandAny => ModuleName::Expand,
             Self::RowDiff | Self::GatherRows | Self::ReplaceRows => ModuleName::OverlayRows,
-            Self::HeadSplit | Self::HeadSplitLow | Self::HeadUnaligned | Self::HeadWide => {
-                ModuleName::OverlayHead
-            }
+            Self::HeadFewDeep
+            | Self::HeadFew
+            | Self::HeadPair
+            | Self::HeadSplit
+            | Self::HeadSplitLow
+            | Self::HeadUnaligned
+            | Self::HeadWide => ModuleName::OverlayHead,
         }
     }
 }

@@ -1,8 +1,10 @@
 //! Which kernels a launch takes, with which grid: pure functions of the problem and the device.
 
+mod head;
 mod overlay;
 
-pub use overlay::{plan_gather_rows, plan_head_logits, plan_replace_rows, plan_row_diff};
+pub use head::{HeadClusters, plan_head_logits};
+pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
 
 use super::Kernel;
 use crate::params::{

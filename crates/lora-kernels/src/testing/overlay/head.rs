@@ -148,7 +148,15 @@ fn ways() -> impl Iterator<Item = HeadWay> {
         expected_ids: 1 << 20,
         ..unaligned
     };
-    [HeadWay::PLAIN, large, wide, unaligned, wide_unaligned].into_iter()
+    // An item a row or so, and so many that they are of one kernel or another for little work.
+    let few = [1, 64, 128].map(|expected_ids| HeadWay {
+        expected_ids,
+        f32_logits: true,
+        ..HeadWay::PLAIN
+    });
+    [HeadWay::PLAIN, large, wide, unaligned, wide_unaligned]
+        .into_iter()
+        .chain(few)
 }
 
 /// Logits against the reference: widths and vocabularies on and off every boundary, BF16 and FP32, overlays of one id to all, few rows and many.

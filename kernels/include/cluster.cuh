@@ -1,0 +1,52 @@
+// Clusters of blocks: sums sent from one block's shared memory to another's, and barriers that count them.
+#pragma once
+
+#include <cstdint>
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address in the shared memory of block `rank` of the cluster that `own` is in this one's.
+__device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, uint32_t rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
+    return there;
+}
+
+// Stores to another block's shared memory, and counts the bytes on a barrier there once they are visible.
+__device__ __forceinline__ void store_async16(uint32_t there, uint32_t barrier_there, const float (&v)[4]) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3]), "r"(barrier_there)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes barriers visible to the cluster; what follows is `cluster_arrive`.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier_there) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
