@@ -4,7 +4,7 @@ use super::TestAdapter;
 use half::bf16;
 
 /// BF16's unit roundoff.
-const ROUNDOFF: f64 = 1.0 / 256.0;
+pub(crate) const ROUNDOFF: f64 = 1.0 / 256.0;
 
 /// What a row of out should be.
 #[derive(Debug, Clone, PartialEq)]

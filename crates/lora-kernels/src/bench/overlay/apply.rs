@@ -5,7 +5,8 @@ use super::{BLOCK_ROWS, Launches, OverlayShape, OverlayWork};
 use crate::overlay::{
     HeadRows, LogitsMut, OverlayTable, OverlayTokens, SlotOfRow, head_logits, replace_rows,
 };
-use crate::testing::overlay::{ROUNDOFF, logit_miss};
+use crate::testing::naive::ROUNDOFF;
+use crate::testing::overlay::logit_miss;
 use crate::testing::{Fill, Rng, Verdict};
 use crate::{
     DeviceBuffer, KernelError, LaunchOptions, LoraBackend, LoraKernels, OverlaySlot, RowGroups,

@@ -2,13 +2,11 @@
 
 use super::{DeviceOverlays, OverlayBatch, TestOverlay, kernels, strided, upload};
 use crate::overlay::{HeadRows, LogitsMut, head_logits};
+use crate::testing::naive::ROUNDOFF;
 use crate::testing::{Fill, Rng, TestBackend};
 use crate::{Applied, RowGroups, RowGroupsSpec, Stream};
 use half::bf16;
 use std::sync::Arc;
-
-/// BF16's unit roundoff.
-pub(crate) const ROUNDOFF: f64 = 1.0 / 256.0;
 
 /// What FP32 sums may miss by, over the sum of magnitudes: tensor cores cut bits off where they add.
 const SUM_ERROR: f64 = 1.0 / 16384.0;

@@ -5,7 +5,6 @@ mod head;
 mod replay;
 mod rows;
 
-pub(crate) use head::ROUNDOFF;
 pub use head::{
     HeadWay, ids_past_the_vocabulary_are_skipped, logit_miss, logits_do_not_depend_on_the_batch,
     logits_match_the_reference, logits_of, one_slot_for_all_rows_equals_rows_of_it,
