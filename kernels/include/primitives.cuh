@@ -101,8 +101,8 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint4& a, uint3
     mma_16x8x16(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
-// Four registers in a row, as an MMA takes them, made once for several MMAs: left to itself, the compiler moves them together again for each. A permutation of all
-// four bytes is a move that it does not see through.
+// Four registers in a row, as an MMA takes them, made once for several MMAs: left to itself, the compiler moves them together again for each. A permutation of
+// all four bytes is a move that it does not see through.
 __device__ __forceinline__ uint4 in_mma_order(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
     uint4 v;
     asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.x) : "r"(a0));
@@ -110,6 +110,14 @@ __device__ __forceinline__ uint4 in_mma_order(uint32_t a0, uint32_t a1, uint32_t
     asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.z) : "r"(a2));
     asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(v.w) : "r"(a3));
     return v;
+}
+
+// Byte offset of 16-byte piece `piece` of row `row` in shared memory, for rows of `kRowBytes` that lanes read four adjacent pieces of. Odd rows have their
+// 64-byte halves swapped, so that the eight lanes of a phase, four of each of two rows, hit all banks once, and so do the lanes that bring a row.
+template <int kRowBytes>
+__device__ __forceinline__ uint32_t stage_offset(uint32_t row, uint32_t piece) {
+    static_assert(kRowBytes % 128 == 0);
+    return row * kRowBytes + ((piece ^ ((row & 1) << 2)) << 4);
 }
 
 // 16 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.

@@ -1,4 +1,5 @@
 #include "shrink.cuh"
+#include "shrink_tiled.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
 lora_shrink_small(const __grid_constant__ DeltaParams p, const SiteEnds block_ends, uint32_t) {
@@ -15,14 +16,19 @@ lora_shrink_streamed(const __grid_constant__ DeltaParams p, const SiteEnds block
     shrink_streamed(p, block_ends);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
-lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts) {
-    shrink_mixed<true>(p, parts);
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1)
+lora_shrink_mixed(const __grid_constant__ DeltaParams p, uint32_t parts, uint32_t set_groups) {
+    shrink_mixed<true, kChunkK>(p, parts, set_groups);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1)
+lora_shrink_mixed_low(const __grid_constant__ DeltaParams p, uint32_t parts, uint32_t set_groups) {
+    shrink_mixed<true, kChunkK / 2>(p, parts, set_groups);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
-lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts) {
-    shrink_mixed<false>(p, parts);
+lora_shrink_unaligned(const __grid_constant__ DeltaParams p, uint32_t parts, uint32_t set_groups) {
+    shrink_mixed<false, kChunkK>(p, parts, set_groups);
 }
 
 extern "C" __global__ void __launch_bounds__(kSumThreads)

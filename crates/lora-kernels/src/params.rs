@@ -22,14 +22,17 @@ pub const CHUNK_K: u32 = 128;
 /// k in one block: eight chunk sums added in order; block sums are added in order.
 pub const BLOCK_K: u32 = 1024;
 
-/// Ranks that one block of the shrink kernel takes of a large tile.
+/// Ranks of B that a warp of an expand block holds at a time.
 pub const RANKS_A_BLOCK: u32 = 64;
 
 /// Threads of a shrink block: a warp for each chunk of a k block.
 pub(crate) const SHRINK_THREADS: u32 = 256;
 
-/// Asynchronous stages, of a chunk each, of a shrink block over large tiles.
-pub(crate) const SHRINK_STAGES: u32 = 2;
+/// Asynchronous stages of a shrink block over large tiles: of a chunk each, or half a one on a device with less shared memory.
+pub(crate) const SHRINK_STAGES: u32 = 3;
+
+/// Most ranks that such a block takes.
+pub(crate) const SHRINK_SET_RANKS: u32 = 96;
 
 /// Floats from one row's 16 ranks to the next where a shrink block's warps exchange chunk sums: free of bank conflicts in the MMA's
 /// output layout.
@@ -37,9 +40,6 @@ pub(crate) const EXCHANGE_PITCH: u32 = 20;
 
 /// Threads of a block that adds up k blocks.
 pub(crate) const SUM_THREADS: u32 = 128;
-
-/// Rows that such a block takes of a large tile.
-pub(crate) const SUM_ROWS: u32 = 8;
 
 /// Threads of an expand block.
 pub(crate) const EXPAND_THREADS: u32 = 128;

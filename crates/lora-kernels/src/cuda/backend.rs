@@ -231,17 +231,18 @@ impl LoraBackend for CudaBackend {
             params.flags |= FLAG_TILES_READY;
         }
         let mut plan = plan_delta(&params, &self.caps);
-        let mut large = [(&raw mut params).cast(), (&raw mut plan.k_parts).cast()];
-        let mut others = [
+        let second = match plan.shrink.kernel {
+            Kernel::ShrinkMixed | Kernel::ShrinkMixedLow | Kernel::ShrinkUnaligned => {
+                (&raw mut plan.k_parts).cast()
+            }
+            _ => (&raw mut plan.shrink_ends).cast(),
+        };
+        let mut shrink = [
             (&raw mut params).cast(),
-            (&raw mut plan.shrink_ends).cast(),
+            second,
             (&raw mut plan.shrink_groups).cast(),
         ];
-        let arguments: &mut [_] = match plan.shrink.kernel {
-            Kernel::ShrinkMixed | Kernel::ShrinkUnaligned => &mut large,
-            _ => &mut others,
-        };
-        self.enqueue(&plan.shrink, stream, arguments)?;
+        self.enqueue(&plan.shrink, stream, &mut shrink)?;
         // What follows starts when all blocks of the shrink kernel have waited for the grouping.
         params.flags |= FLAG_TILES_READY;
         if plan.shrink.kernel == Kernel::ShrinkStreamed {

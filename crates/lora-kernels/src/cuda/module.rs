@@ -20,8 +20,10 @@ pub enum Kernel {
     ShrinkSmallRanks,
     /// The same, tiles of up to 128 rows that pass by 16 ranks of A in registers.
     ShrinkStreamed,
-    /// The same, tiles of up to 128 rows, 64 ranks a block.
+    /// The same, tiles of up to 128 rows, up to 96 ranks a block.
     ShrinkMixed,
+    /// The same with less shared memory.
+    ShrinkMixedLow,
     /// The same for rows that are not 16-byte aligned.
     ShrinkUnaligned,
     /// The k blocks of tiles of more than 8 rows, added up.
@@ -62,13 +64,14 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::ShrinkSmall,
         Self::ShrinkSmallRanks,
         Self::ShrinkStreamed,
         Self::ShrinkMixed,
+        Self::ShrinkMixedLow,
         Self::ShrinkUnaligned,
         Self::SumBlocks,
         Self::ExpandSmall16,
@@ -98,6 +101,7 @@ impl Kernel {
             Self::ShrinkSmallRanks => "lora_shrink_small_ranks",
             Self::ShrinkStreamed => "lora_shrink_streamed",
             Self::ShrinkMixed => "lora_shrink_mixed",
+            Self::ShrinkMixedLow => "lora_shrink_mixed_low",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
             Self::SumBlocks => "lora_sum_blocks",
             Self::ExpandSmall16 => "lora_expand_small_16",
@@ -152,6 +156,7 @@ impl Kernel {
             | Self::ShrinkSmallRanks
             | Self::ShrinkStreamed
             | Self::ShrinkMixed
+            | Self::ShrinkMixedLow
             | Self::ShrinkUnaligned
             | Self::SumBlocks => ModuleName::Shrink,
             Self::ExpandSmall16

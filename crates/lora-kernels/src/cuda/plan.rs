@@ -9,8 +9,8 @@ pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
 use super::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD, EXPAND_THREADS,
-    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, RANKS_A_BLOCK,
-    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_ROWS, SUM_THREADS, WARP_OUTPUTS,
+    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, SHRINK_SET_RANKS,
+    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_THREADS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -23,7 +23,7 @@ pub struct DeltaPlan {
     pub shrink: KernelPlan<Kernel>,
     /// Where the blocks of each site end in y of the shrink grid, where a block takes one site.
     pub shrink_ends: [u32; MAX_SITES],
-    /// Groups of 16 ranks that a shrink block of small tiles takes in turn.
+    /// Groups of 16 ranks that a shrink block takes: of small tiles in turn, of large ones at once and maybe of several sites.
     pub shrink_groups: u32,
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
@@ -62,18 +62,19 @@ const MIXED_16_BLOCKS_A_UNIT: u64 = 5;
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = EXPAND_THREADS / 32 * WARP_OUTPUTS;
 
-const CHUNK_BYTES: u32 = CHUNK_K * 2;
+/// Groups of 16 ranks that the shrink kernel over large tiles can take in a block.
+const SET_GROUPS: [u32; 5] = [1, 2, 3, 4, SHRINK_SET_RANKS / RANK_GRANULE];
 /// The exchange of chunk sums that the unaligned kernel keeps in dynamic shared memory.
 const EXCHANGE_BYTES: u32 = SHRINK_THREADS / 32 * SMALL_TILE_ROWS * EXCHANGE_PITCH * 4;
 const MOST_GRID_YZ: u32 = 65_535;
 /// Waves of blocks that a grid over both kinds of tile has at most; blocks loop over the rest.
 const MIXED_WAVES: u32 = 8;
-/// Blocks over large tiles that a multiprocessor runs at once.
-const MIXED_BLOCKS_A_UNIT: u32 = 2;
 /// Largest padded rank of spread rows whose tiles pass by A in registers: each 16 ranks read x again.
 const MOST_STREAMED_RANK: u32 = 32;
 /// Blocks of that kernel that a multiprocessor runs at once.
 const STREAMED_BLOCKS_A_UNIT: u32 = 3;
+/// Slices of a large tile that are summed by a block each; more would have too little to do.
+const MOST_SLICES_OF_A_TILE: u32 = 16;
 /// Parts of the k blocks that are considered.
 const MOST_PARTS: u32 = 64;
 
@@ -142,7 +143,7 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     });
     let expand = plan_expand(params, max_rank, kernel, block_ends);
     let open = shrink.launch.kernel == Kernel::ShrinkStreamed;
-    let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params));
+    let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params, max_rank));
     DeltaPlan {
         shrink: shrink.launch,
         shrink_ends: shrink.ends,
@@ -200,20 +201,18 @@ fn plan_shrink(
             parts: params.k_blocks,
         };
     }
-    let groups_a_block = RANKS_A_BLOCK / RANK_GRANULE;
-    let sets = groups.div_ceil(groups_a_block);
-    let a_rows = groups.min(groups_a_block).next_power_of_two() * RANK_GRANULE;
-    let (kernel, shared_bytes) = if aligned {
-        (
-            Kernel::ShrinkMixed,
-            SHRINK_STAGES * (LARGE_TILE_ROWS + a_rows) * CHUNK_BYTES,
-        )
-    } else {
+    let (sets, set_groups) = group_sets(groups);
+    let stages = |stage_k| stage_bytes(set_groups * RANK_GRANULE, stage_k);
+    let (kernel, shared_bytes) = if !aligned {
         (Kernel::ShrinkUnaligned, EXCHANGE_BYTES)
+    } else if stage_bytes(SHRINK_SET_RANKS, CHUNK_K) <= caps.shared_bytes {
+        (Kernel::ShrinkMixed, stages(CHUNK_K))
+    } else {
+        (Kernel::ShrinkMixedLow, stages(CHUNK_K / 2))
     };
     let parts = k_parts(params, sets, caps);
     let blocks = parts * sets;
-    let most_tiles = (MIXED_WAVES * MIXED_BLOCKS_A_UNIT * caps.units)
+    let most_tiles = (MIXED_WAVES * caps.units)
         .div_ceil(blocks.max(1))
         .clamp(1, MOST_GRID_YZ);
     let grid = [blocks, params.max_tiles.min(most_tiles), 1];
@@ -225,7 +224,7 @@ fn plan_shrink(
             shared_bytes,
         },
         ends: group_ends,
-        groups: 1,
+        groups: set_groups,
         parts,
     }
 }
@@ -277,9 +276,24 @@ fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCap
     }
 }
 
-/// Slices of a tile, tiles, sites.
-fn plan_sum(params: &DeltaParams) -> KernelPlan<Kernel> {
-    let slices = LARGE_TILE_ROWS / SUM_ROWS;
+/// Sets that the 16-rank groups of all sites are cut into, as few and as equal as there can be, and the groups of one.
+fn group_sets(groups: u32) -> (u32, u32) {
+    let most = SET_GROUPS[SET_GROUPS.len() - 1];
+    let sets = groups.div_ceil(most).max(1);
+    let each = groups.div_ceil(sets);
+    let room = SET_GROUPS.iter().find(|&&room| room >= each);
+    (sets, *room.unwrap_or(&most))
+}
+
+/// All stages of a shrink block over large tiles: rows of x and of A, `stage_k` wide.
+fn stage_bytes(ranks: u32, stage_k: u32) -> u32 {
+    SHRINK_STAGES * (LARGE_TILE_ROWS + ranks) * stage_k * 2
+}
+
+/// Slices of a tile, tiles, sites. A slice has about as many rows as a block has threads for, 4 ranks each.
+fn plan_sum(params: &DeltaParams, max_rank: u32) -> KernelPlan<Kernel> {
+    let slices = (LARGE_TILE_ROWS * max_rank / 4).div_ceil(SUM_THREADS);
+    let slices = slices.next_power_of_two().min(MOST_SLICES_OF_A_TILE);
     KernelPlan {
         kernel: Kernel::SumBlocks,
         grid: [
@@ -292,9 +306,10 @@ fn plan_sum(params: &DeltaParams) -> KernelPlan<Kernel> {
     }
 }
 
-/// In how many parts the k blocks of a large tile are taken: what ends soonest, a block's start costing about two fifths of a k block.
+/// In how many parts the k blocks of a large tile are taken: what ends soonest, with a block a multiprocessor at a time whose start costs about two
+/// fifths of a k block.
 fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
-    let room = u64::from(caps.units.max(1) * MIXED_BLOCKS_A_UNIT);
+    let room = u64::from(caps.units.max(1));
     let tiles = u64::from(params.rows.div_ceil(LARGE_TILE_ROWS)) * u64::from(sets);
     let cost = |parts: u32| {
         let waves = (tiles * u64::from(parts)).div_ceil(room);

@@ -88,10 +88,11 @@ fn shrink_blocks_of_a_moe_block_loop_where_more_tiles_may_be_than_two_waves() {
 fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
     let problem = Problem::uniform(4096, 4, 64, (4096, &[14336, 14336]));
     let plan = plan_delta(&params(&problem), &gb10());
-    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
-    // Two stages of 128 rows and 64 ranks of a chunk: two blocks a multiprocessor of an H200.
-    assert_eq!(plan.shrink.shared_bytes, 2 * (128 + 64) * 256);
+    // Three stages of 128 rows and 64 ranks, half a chunk of k each.
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixedLow);
+    assert_eq!(plan.shrink.shared_bytes, 3 * (128 + 64) * 128);
     assert_eq!(plan.sum.unwrap().grid, [16, params(&problem).max_tiles, 2]);
+    assert_eq!(plan.shrink_groups, 4);
     assert_eq!(plan.shrink.grid[0], plan.k_parts * 2);
     assert_eq!(plan.expand.kernel, Kernel::ExpandMixed64);
     assert_eq!(plan.expand_runs, 1);
@@ -104,12 +105,51 @@ fn a_printed_plan_names_every_kernel() {
     assert!(!printed(1).contains(Kernel::SumBlocks.symbol()));
     let long = printed(4096);
     let kernels = [
-        Kernel::ShrinkMixed,
+        Kernel::ShrinkMixedLow,
         Kernel::SumBlocks,
         Kernel::ExpandMixed16,
     ];
     let places = kernels.map(|kernel| long.find(kernel.symbol()).expect("named"));
     assert!(places.is_sorted(), "{long}");
+}
+
+#[test]
+fn shared_memory_for_whole_chunks_is_used_where_there_is_so_much() {
+    let problem = Problem::uniform(4096, 1, 64, (4096, &[4096, 1024, 1024]));
+    let plan = plan_delta(&params(&problem), &h200());
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+    assert_eq!(plan.shrink.shared_bytes, 3 * (128 + 96) * 256);
+    // 32 tiles, twice 6 groups, and two parts of the k blocks: a block for all but 4 of 132 multiprocessors.
+    assert_eq!((plan.shrink_groups, plan.k_parts), (6, 2));
+    assert_eq!(plan.shrink.grid[0], 4);
+}
+
+#[test]
+fn groups_of_ranks_are_cut_into_few_equal_sets() {
+    let sets = [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+        (1, 6),
+        (1, 6),
+        (2, 4),
+        (2, 4),
+    ];
+    for (groups, expected) in (1..).zip(sets) {
+        assert_eq!(group_sets(groups), expected, "{groups} groups");
+    }
+    assert_eq!(group_sets(12), (2, 6));
+    assert_eq!(group_sets(128), (22, 6));
+}
+
+#[test]
+fn few_ranks_are_summed_by_few_blocks() {
+    let slices = |rank| {
+        let params = params(&Problem::uniform(4096, 1, rank, (4096, &[4096])));
+        plan_delta(&params, &h200()).sum.unwrap().grid[0]
+    };
+    assert_eq!((slices(16), slices(48), slices(512)), (4, 16, 16));
 }
 
 #[test]
@@ -156,7 +196,7 @@ fn more_tiles_than_a_grid_is_high_are_looped_over() {
         ..params(&Problem::uniform(8, 8, 16, (1024, &[1024])))
     };
     let plan = plan_delta(&many, &gb10());
-    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixedLow);
     assert!(plan.shrink.grid[1] <= MOST_GRID_YZ);
     assert_eq!(plan.expand.kernel, Kernel::ExpandMixed16);
     assert_eq!(plan.expand.grid[1], MOST_GRID_YZ);
@@ -189,8 +229,8 @@ fn spread_rows_pass_by_a_in_registers_up_to_rank_32() {
     };
     assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
     assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
-    assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixed);
-    assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixed);
+    assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
 }
 
@@ -198,7 +238,7 @@ fn spread_rows_pass_by_a_in_registers_up_to_rank_32() {
 fn sites_beyond_one_launch_count_as_further_launches() {
     let plan = plan(&Problem::uniform(9000, 3, 16, (4096, &[64; 5])), &gb10());
     assert_eq!(plan.launches, 2 * 2);
-    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
+    assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixedLow);
 }
 
 fn problems() -> impl Strategy<Value = Problem> {
@@ -236,8 +276,14 @@ proptest! {
             prop_assert!(launch.grid[1] <= MOST_GRID_YZ && launch.grid[2] <= MOST_GRID_YZ, "{launch}");
         }
         // Every 16 ranks of a site, and every 256 outputs, are in some block.
-        let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
-        prop_assert_eq!(plan.shrink_ends[MAX_SITES - 1], groups);
+        let all: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
+        if plan.shrink.kernel == Kernel::ShrinkMixedLow || plan.shrink.kernel == Kernel::ShrinkUnaligned {
+            prop_assert!(plan.shrink.grid[0] / plan.k_parts * plan.shrink_groups >= all, "{}", plan.shrink);
+        } else {
+            let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
+            prop_assert_eq!(plan.shrink.grid[1], groups);
+            prop_assert_eq!(plan.shrink_ends[MAX_SITES - 1], groups);
+        }
         let outputs = |site: &ProblemSite| site.n_out.div_ceil(256 * plan.expand_runs);
         let blocks: u32 = problem.sites.iter().map(outputs).sum();
         prop_assert_eq!(plan.expand.grid[0], blocks);
