@@ -3,12 +3,12 @@
 // Block sums are added in order. The contraction over the rank runs in groups of 16, one MMA each, in order; groups past the true rank would add zeros
 // and are skipped. Inside a group each lane quarter takes 4 adjacent ranks.
 //
-// A warp makes 64 outputs of 8 rows at a time with four MMAs whose 16 rows are interleaved: rows g and g + 8 of MMA i are outputs 8g + 2i and
-// 8g + 2i + 1. So a thread owns 8 adjacent outputs of two rows, which it loads and stores as 16 bytes, and the 8 rows of B that they need.
+// A warp makes 64 outputs of 8 rows of a small tile at a time, or of 16 rows of a large one. B lies in registers so that a thread owns 8 adjacent outputs of a
+// row, which it loads and stores as 16 bytes: see weights.cuh.
 //
 // The work is moving B and the outputs. B does not depend on earlier launches and is asked for before the wait for them. Of a large tile the
-// base rows are asked for some way ahead, into shared memory that serves as a deeper register file: a thread copies what it will use itself, so
-// no barrier stands between.
+// base rows are asked for some way ahead, into shared memory that serves a warp as a deeper register file, so that no barrier stands between; and out is stored
+// as what nobody reads soon, so that B stays in L2 for the tiles to come.
 #pragma once
 
 #include "primitives.cuh"
@@ -61,16 +61,19 @@ struct ExpandTile {
         return out_row(p, tile.first + min(index, tile.count - 1));
     }
 
+    __device__ __forceinline__ __nv_bfloat16* row_start(uint32_t row) const {
+        return reinterpret_cast<__nv_bfloat16*>(site.out) + row * site.out_stride;
+    }
+
     // Start of out row `row`, which is that of the `index`th of the tile's rows; null past the last one.
     __device__ __forceinline__ __nv_bfloat16* row_start(uint32_t index, uint32_t row) const {
-        return index < tile.count ? reinterpret_cast<__nv_bfloat16*>(site.out) + row * site.out_stride : nullptr;
+        return index < tile.count ? row_start(row) : nullptr;
     }
 
     template <typename W>
     __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
         const uint32_t first = min(n, site.n_out - 1);
-        weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, min(8u, site.n_out - first),
-                     ranks - first_rank, lane.quarter);
+        weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, site.n_out - first, ranks - first_rank, lane.quarter);
     }
 
     // Folds `count` outputs one at a time, in order: a rare path that must not cost the others registers.
@@ -83,9 +86,11 @@ struct ExpandTile {
         }
     }
 
-    __device__ __forceinline__ uint4 folded(const uint4& base, int odd, const float (&sum)[4][4]) const {
-        return make_uint4(fold(base.x, scale, sum[0][odd], sum[0][odd + 2]), fold(base.y, scale, sum[1][odd], sum[1][odd + 2]),
-                          fold(base.z, scale, sum[2][odd], sum[2][odd + 2]), fold(base.w, scale, sum[3][odd], sum[3][odd + 2]));
+    // 8 adjacent outputs of a row, of which each of four MMAs has two: `at` and `at + kNext` of the thread's sums.
+    template <int kNext>
+    __device__ __forceinline__ uint4 folded(const uint4& base, int at, const float (&sum)[4][4]) const {
+        return make_uint4(fold(base.x, scale, sum[0][at], sum[0][at + kNext]), fold(base.y, scale, sum[1][at], sum[1][at + kNext]),
+                          fold(base.z, scale, sum[2][at], sum[2][at + kNext]), fold(base.w, scale, sum[3][at], sum[3][at + kNext]));
     }
 
     __device__ __forceinline__ static uint32_t fold(uint32_t base, float scale, float even, float odd) {
@@ -181,7 +186,7 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 if (rows[odd] == nullptr || at >= t.site.n_out) continue;
-                *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded(base[buffer][odd], odd, sum);
+                *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded<2>(base[buffer][odd], odd, sum);
             }
             if (run + kBuffers < here) t.load_weights(weights[buffer], at + kBuffers * kBlockOutputs, 0);
             if (kBuffers == 1 && run + 1 < here) ask_for_base(base[0], at + kBlockOutputs);
@@ -206,7 +211,7 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     const ExpandTile t(p, site, tile, adapter);
     // 16 ranks are few bytes a run: two runs at a time.
     if (kRanks == 16 || (kRanks == 64 && t.ranks == 16)) {
-        expand_small_tile<Weights16, 2>(t, work.first_output, runs, xa, waited);
+        expand_small_tile<Weights16<>, 2>(t, work.first_output, runs, xa, waited);
     } else if (kRanks == 32) {
         expand_small_tile<Weights<1>, 1>(t, work.first_output, runs, xa, waited);
     } else {
@@ -214,89 +219,105 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
     }
 }
 
-constexpr int kPlaceBytes = kExpandThreads * 16;
+// What a warp makes at a time of a large tile: 64 outputs of 16 rows.
+constexpr int kPieceBytes = kWarpOutputs * 2;
+constexpr int kUnitBytes = kExpandUnitRows * kPieceBytes;
 
-// Place of a thread among its warp's: the 8 lanes of a row are neighbours as they arrive, and the 8 lanes of a phase of reads are on different banks.
-__device__ __forceinline__ uint32_t base_place(const Lane& lane) {
-    return lane.warp * 32 + lane.quarter * 8 + (lane.group ^ 2 * lane.quarter);
-}
+// Bytes of a row's address in the list of a tile's out rows.
+constexpr int kAddressBytes = 8;
 
-// The thread's base elements of a large tile, asked for into shared memory `kExpandAhead - 1` units (8 rows, one run of outputs) ahead.
-struct BaseRing {
-    char* places;                  // the thread's first
-    __nv_bfloat16* const* rows;    // out rows of the tile, null past the last one
-    uint32_t quarter;
+// Up to 16 or 64 ranks: a warp's B stays in registers while the tile's rows go by, 16 at a time. Base elements are asked for `kAhead - 1` units ahead, the
+// first of them before the wait for the launch that this one follows, which does not write them.
+template <int kRanks, int kAhead>
+struct HeldExpand {
+    using W = std::conditional_t<kRanks == kRankGranule, Weights16<InterleavedOutputs>, Weights<kRanks / 32, InterleavedOutputs>>;
+    static constexpr int kGroups = kRanks / kRankGranule;
+    static constexpr int kRingBytes = kExpandWarps * kAhead * kUnitBytes;
 
-    __device__ __forceinline__ __nv_bfloat16* row(uint32_t group, int odd) const { return rows[group * 8 + 2 * quarter + odd]; }
+    const ExpandTile& t;
+    char* ring;
+    __nv_bfloat16* const* rows;  // past the tile's last one that one again
+    char* xa;
+    uint32_t warp_n;
 
-    __device__ __forceinline__ void ask(uint32_t unit, uint32_t group, uint32_t n, bool present) const {
-        char* to = places + unit % kExpandAhead * 2 * kPlaceBytes;
+    // What the MMA takes of 16 rows of xa, of which `from` is the lane's place in the first 8.
+    __device__ __forceinline__ void load_x(uint4 (&x)[kGroups], SharedAddress from, uint32_t pitch) const {
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            __nv_bfloat16* at = row(group, odd);
-            if (present && at != nullptr) copy_async16(to + odd * kPlaceBytes, at + n, true);
+        for (int group = 0; group < kGroups; ++group) {
+            if (group > 0 && group * kRankGranule >= t.ranks) break;
+            const uint2 low = load_shared8(from + group * kRankGranule * 2);
+            const uint2 high = load_shared8(from + 8 * pitch + group * kRankGranule * 2);
+            x[group] = in_mma_order(low.x, high.x, low.y, high.y);
         }
-        copy_async_commit();
     }
 
-    __device__ __forceinline__ void fold(const ExpandTile& t, uint32_t unit, uint32_t group, uint32_t n,
-                                         const float (&sum)[4][4]) const {
-        const char* from = places + unit % kExpandAhead * 2 * kPlaceBytes;
+    __device__ __forceinline__ void run() const {
+        const uint32_t units = (t.tile.count + kExpandUnitRows - 1) / kExpandUnitRows;
+        W weights;
+        t.load_weights(weights, warp_n + InterleavedOutputs::first(t.lane), 0);
+
+        const SharedAddress own_ring = shared_address(ring) + t.lane.warp * kAhead * kUnitBytes;
+        const SharedAddress row_list = shared_address(rows);
+        const uint32_t piece = threadIdx.x % 8;
+        const uint32_t asked_n = warp_n + piece * 8;
+        const SharedAddress ask_to = own_ring + stage_offset<kPieceBytes>(t.lane.group / 2, piece);
+        SharedAddress ask_row = row_list + t.lane.group / 2 * kAddressBytes;
+        const SharedAddress ask_end = asked_n < t.site.n_out ? row_list + units * kExpandUnitRows * kAddressBytes : 0;
+        const auto ask_next = [&](int slot) {
+            if (ask_row < ask_end) {
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-            __nv_bfloat16* at = row(group, odd);
-            if (at == nullptr || n >= t.site.n_out) continue;
-            const uint4 v = *reinterpret_cast<const uint4*>(from + odd * kPlaceBytes);
-            *reinterpret_cast<uint4*>(at + n) = t.folded(v, odd, sum);
+                for (int i = 0; i < kExpandUnitRows / 4; ++i) {
+                    copy_async16(ask_to + slot * kUnitBytes + i * 4 * kPieceBytes, load_shared_u64(ask_row + i * 4 * kAddressBytes) + asked_n * 2);
+                }
+            }
+            copy_async_commit();
+            ask_row += kExpandUnitRows * kAddressBytes;
+        };
+#pragma unroll
+        for (int slot = 0; slot < kAhead - 1; ++slot) ask_next(slot);
+
+        const uint32_t pitch = xa_pitch(t.site.max_rank);
+        wait_for_predecessor();
+        load_xa(t, 0, t.tile.count, xa, pitch);
+        __syncthreads();
+        weights.settle(t.ranks, t.lane.quarter);
+
+        SharedAddress x_row = shared_address(xa) + t.lane.group * pitch + first_of_quarter(t.lane.quarter) * 2;
+        SharedAddress row = row_list + t.lane.group * kAddressBytes;
+        const SharedAddress own_place = own_ring + stage_offset<kPieceBytes>(t.lane.group, t.lane.quarter);
+        const uint32_t own_n = warp_n + t.lane.quarter * 8;
+        const bool inside[2] = {own_n < t.site.n_out, own_n + 32 < t.site.n_out};
+#pragma unroll 1
+        for (uint32_t first = 0; first < units; first += kAhead) {
+#pragma unroll
+            for (int slot = 0; slot < kAhead; ++slot) {
+                if (slot > 0 && first + slot >= units) break;
+                uint4 x[kGroups];
+                load_x(x, x_row, pitch);
+                x_row += kExpandUnitRows * pitch;
+                __syncwarp();
+                ask_next((slot + kAhead - 1) % kAhead);
+                const uint64_t out[2] = {load_shared_u64(row), load_shared_u64(row + 8 * kAddressBytes)};
+                copy_async_wait<kAhead - 1>();
+                __syncwarp();
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t n = own_n + half * 32;
+                    float sum[4][4] = {};
+                    weights.multiply_half(sum, half, x, t.ranks);
+#pragma unroll
+                    for (int high = 0; high < 2; ++high) {
+                        const uint4 base = load_shared16((own_place ^ half * 64) + slot * kUnitBytes + high * 8 * kPieceBytes);
+                        const uint4 v = t.folded<1>(base, 2 * high, sum);
+                        if (!inside[half] || (first + slot) * kExpandUnitRows + t.lane.group + high * 8 >= t.tile.count) continue;
+                        store_streamed16(out[high] + n * 2, v);
+                    }
+                }
+                row += kExpandUnitRows * kAddressBytes;
+            }
         }
     }
 };
-
-// Up to `W::kRanks` ranks: B of `kHeld` runs of outputs stays in registers while the tile's rows go by, 8 at a time, all runs of 8 rows before the next
-// 8, so that whole pieces of rows are read and written close in time. The base rows were written before the launch that this one follows: they are asked for before
-// the wait for it.
-template <typename W, int kHeld>
-__device__ __forceinline__ void expand_held(const ExpandTile& t, const BaseRing& ring, uint32_t n, uint32_t runs, char* xa, bool waited) {
-    const uint32_t pitch = xa_pitch(t.site.max_rank);
-    const uint32_t groups = (t.tile.count + 7) / 8;
-    W weights[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-        if (i < runs) t.load_weights(weights[i], n + i * kBlockOutputs, 0);
-    }
-    uint32_t asked_group = 0, asked_run = 0, asked = 0;
-    const auto ask_next = [&] {
-        const uint32_t at = n + asked_run * kBlockOutputs;
-        const bool present = asked_group < groups;
-        ring.ask(asked, present ? asked_group : 0, at, present && at < t.site.n_out);
-        ++asked;
-        if (++asked_run == runs) {
-            asked_run = 0;
-            ++asked_group;
-        }
-    };
-#pragma unroll
-    for (int i = 0; i < kExpandAhead - 1; ++i) ask_next();
-    if (!waited) wait_for_predecessor();
-    load_xa(t, 0, t.tile.count, xa, pitch);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) weights[i].settle(t.ranks, t.lane.quarter);
-    uint32_t unit = 0;
-    for (uint32_t group = 0; group < groups; ++group) {
-        const char* x_row = xa + (group * 8 + t.lane.group) * pitch;
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            if (i >= runs) break;
-            float sum[4][4] = {};
-            weights[i].multiply(sum, x_row, t.ranks, t.lane.quarter);
-            ask_next();
-            copy_async_wait<kExpandAhead - 1>();
-            ring.fold(t, unit, group, n + i * kBlockOutputs, sum);
-            ++unit;
-        }
-    }
-}
 
 // Rows of a large tile whose xa a block has room for where there may be 512 ranks.
 constexpr int kAnyRows = kLargeTileRows / 2;
@@ -326,10 +347,11 @@ __device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* c
             if (first + j >= groups) break;
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-                __nv_bfloat16* row = rows[first_row + (first + j) * 8 + 2 * t.lane.quarter + odd];
-                if (row == nullptr || count == 0) continue;
+                const uint32_t index = first_row + (first + j) * 8 + 2 * t.lane.quarter + odd;
+                if (index >= t.tile.count || count == 0) continue;
+                __nv_bfloat16* row = rows[index];
                 if (t.vector && count == 8) {
-                    *reinterpret_cast<uint4*>(row + n) = t.folded(load16<0>(row + n), odd, sum[j]);
+                    *reinterpret_cast<uint4*>(row + n) = t.folded<2>(load16<0>(row + n), odd, sum[j]);
                 } else {
                     t.fold_pieces(row + n, count, odd, sum[j]);
                 }
@@ -338,43 +360,39 @@ __device__ __forceinline__ void expand_any(const ExpandTile& t, __nv_bfloat16* c
     }
 }
 
-// Tiles of both kinds. `kRanks`: the largest padded rank, 16 or 64 where out takes whole runs of 8 outputs, 512 for whatever else; a block takes `runs` runs of
-// outputs, two at most with 16 ranks, one with 64.
+// Tiles of both kinds. `kRanks`: the largest padded rank, 16 or 64 where out takes whole runs of 8 outputs, 512 for whatever else.
 template <int kRanks>
-__device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
+__device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnds& ends) {
     constexpr bool kAny = kRanks > kRanksABlock;
+    using Held = HeldExpand<kAny ? kRanksABlock : kRanks, kRanks == kRankGranule ? kExpandAhead16 : kExpandAhead64>;
     extern __shared__ __align__(128) char shared[];
     __shared__ __nv_bfloat16* rows[kLargeTileRows];
-    const ExpandWork work = expand_work(ends, runs);
+    const ExpandWork work = expand_work(ends, 1);
     const DeltaSite& site = p.sites[work.site];
-    char* xa = kAny ? shared : shared + 2 * kExpandAhead * kPlaceBytes;
-    bool waited = begin(p);
-    const uint32_t total = tile_total(p);
-    for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
+    char* xa = kAny ? shared : shared + Held::kRingBytes;
+    begin(p);
+    for (uint32_t index = blockIdx.y; index < tile_total(p); index += gridDim.y) {
         const Tile tile = tile_at(p, index);
         const Adapter adapter = adapter_of<Factor::kB>(p, site, tile.entry);
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
         __syncthreads();
-        rows[threadIdx.x] = t.row_start(threadIdx.x, t.out_row_of(threadIdx.x));
+        rows[threadIdx.x] = t.row_start(t.out_row_of(threadIdx.x));
         __syncthreads();
         const uint32_t warp_n = work.first_output + t.lane.warp * kWarpOutputs;
-        const uint32_t n = warp_n + t.lane.group * 8;
         if constexpr (kAny) {
-            if (!waited) wait_for_predecessor();
+            const uint32_t n = warp_n + AdjacentOutputs::first(t.lane);
+            wait_for_predecessor();
             for (uint32_t first = 0; first < tile.count; first += kAnyRows) {
                 if (first > 0) __syncthreads();
                 const uint32_t pitch = xa_pitch(site.max_rank);
                 load_xa(t, first, min(tile.count - first, uint32_t(kAnyRows)), xa, pitch);
                 __syncthreads();
-                for (uint32_t i = 0; i < runs; ++i) expand_any(t, rows, first, n + i * kBlockOutputs, xa);
+                expand_any(t, rows, first, n, xa);
             }
         } else {
-            using W = std::conditional_t<kRanks == kRankGranule, Weights16, Weights<kRanksABlock / 32>>;
-            const BaseRing ring{shared + base_place(t.lane) * 16, rows, t.lane.quarter};
-            expand_held<W, kRanks == kRankGranule ? 2 : 1>(t, ring, n, runs, xa, waited);
+            Held{t, shared, rows, xa, warp_n}.run();
         }
-        waited = true;
     }
-    if (!waited) wait_for_predecessor();
+    wait_for_predecessor();
 }

@@ -127,6 +127,38 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
                  : "memory");
 }
 
+// Shared memory by its 32-bit address, which stays in one register.
+using SharedAddress = uint32_t;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* shared) { return SharedAddress(__cvta_generic_to_shared(shared)); }
+
+__device__ __forceinline__ uint4 load_shared16(SharedAddress address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared8(SharedAddress address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint64_t load_shared_u64(SharedAddress address) {
+    uint64_t v;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void copy_async16(SharedAddress to, uint64_t global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
+// What nobody reads soon, so that it does not push out of L2 what others do.
+__device__ __forceinline__ void store_streamed16(uint64_t address, const uint4& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>

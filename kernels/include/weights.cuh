@@ -1,4 +1,4 @@
-// B in registers, as the four interleaved MMAs of the expand kernel take it: a thread's 8 rows are its 8 adjacent outputs.
+// B in registers, as the MMAs of the expand kernels take it: a thread has 8 rows.
 #pragma once
 
 #include "params.cuh"
@@ -17,17 +17,34 @@ __device__ __forceinline__ void load_fragment(uint4& to, const void* from) {
     to = load_weights16<kOffset>(from);
 }
 
+// Which 8 of a warp's 64 outputs a thread has the rows of B of.
+//
+// Small tiles have B as the 16-row operand of four MMAs: rows g and g + 8 of MMA i are outputs 8g + 2i and 8g + 2i + 1, so that a thread owns 8 adjacent
+// outputs of two rows of x.
+struct AdjacentOutputs {
+    __device__ __forceinline__ static uint32_t first(const Lane& lane) { return lane.group * 8; }
+    __device__ static constexpr int offset(int i) { return i; }
+};
+
+// Large tiles have it as the 8-column operand, which an MMA takes in the order in which it was loaded, where a 16-row operand would have to be moved together
+// for each: column g of MMA i is output 8(g / 2) + g % 2 + 2i of 32, and a thread owns 8 adjacent outputs of two rows again. Which operand is which is nothing
+// to an element's sum: the products are the same, in the same order.
+struct InterleavedOutputs {
+    __device__ __forceinline__ static uint32_t first(const Lane& lane) { return lane.group / 2 * 8 + lane.group % 2; }
+    __device__ static constexpr int offset(int i) { return i / 4 * 32 + i % 4 * 2; }
+};
+
 // Rows whose distance in bytes is known: one address for all of them.
-template <int kStride, typename Fragment>
+template <typename Outputs, int kStride, typename Fragment>
 __device__ __forceinline__ void load_rows(Fragment (&row)[8], const void* from) {
-    load_fragment<0 * kStride>(row[0], from);
-    load_fragment<1 * kStride>(row[1], from);
-    load_fragment<2 * kStride>(row[2], from);
-    load_fragment<3 * kStride>(row[3], from);
-    load_fragment<4 * kStride>(row[4], from);
-    load_fragment<5 * kStride>(row[5], from);
-    load_fragment<6 * kStride>(row[6], from);
-    load_fragment<7 * kStride>(row[7], from);
+    load_fragment<Outputs::offset(0) * kStride>(row[0], from);
+    load_fragment<Outputs::offset(1) * kStride>(row[1], from);
+    load_fragment<Outputs::offset(2) * kStride>(row[2], from);
+    load_fragment<Outputs::offset(3) * kStride>(row[3], from);
+    load_fragment<Outputs::offset(4) * kStride>(row[4], from);
+    load_fragment<Outputs::offset(5) * kStride>(row[5], from);
+    load_fragment<Outputs::offset(6) * kStride>(row[6], from);
+    load_fragment<Outputs::offset(7) * kStride>(row[7], from);
 }
 
 // Adds one group of 16 ranks; `xa` is the row of the lane's group at the group's first rank.
@@ -42,17 +59,29 @@ __device__ __forceinline__ void multiply_group(float (&sum)[4][4], const char* x
     }
 }
 
+// Adds one group of 16 ranks of 32 outputs and 16 rows, `x` of them as the MMA takes it.
+template <typename Fragment>
+__device__ __forceinline__ void multiply_rows(float (&sum)[4][4], const uint4& x, Fragment fragment) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint2 b = fragment(i);
+        mma_16x8x16(sum[i], x, b.x, b.y);
+    }
+}
+
 // The thread's 8 rows of B, one group of 16 ranks.
+template <typename Outputs = AdjacentOutputs>
 struct Weights16 {
     static constexpr int kRanks = kRankGranule;
     uint2 row[8];
 
-    // `from`: the first row, of which there are `rows` (at least 1), at the first rank. Rows past them repeat the last one; their outputs do not exist.
+    // `from`: the thread's first row, at the first rank; B has `rows` of them from there on (at least 1). Rows past them repeat the last one; their outputs do
+    // not exist.
     __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
         from += first_of_quarter(quarter);
-        if (rows == 8 && stride == kRanks) return load_rows<kRanks * 2>(row, from);
+        if (rows > Outputs::offset(7) && stride == kRanks) return load_rows<Outputs, kRanks * 2>(row, from);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(i), rows - 1)) * stride);
+        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride);
     }
 
     __device__ __forceinline__ void settle(uint32_t, uint32_t) {}
@@ -60,11 +89,16 @@ struct Weights16 {
     __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
         multiply_group(sum, xa, quarter, [&](int i) { return row[i]; });
     }
+
+    // The `half`th 32 outputs of 16 rows, of which `x` has each group of ranks.
+    __device__ __forceinline__ void multiply_half(float (&sum)[4][4], int half, const uint4 (&x)[1], uint32_t) const {
+        multiply_rows(sum, x[0], [&](int i) { return row[half * 4 + i]; });
+    }
 };
 
-// The thread's 8 rows of B, up to `kPairs` pairs of groups of 16 ranks. A pair's 64 bytes of a row are loaded 16 a lane; then lanes two apart exchange halves, so
-// that each has its 4 ranks of both groups.
-template <int kPairs>
+// The thread's 8 rows of B, up to `kPairs` pairs of groups of 16 ranks. A pair's 64 bytes of a row are loaded 16 a lane; then lanes two apart exchange halves,
+// so that each has its 4 ranks of both groups.
+template <int kPairs, typename Outputs = AdjacentOutputs>
 struct Weights {
     static constexpr int kRanks = kPairs * 2 * kRankGranule;
     uint4 row[kPairs][8];
@@ -72,9 +106,9 @@ struct Weights {
     // As in `Weights16`; `ranks` of them are wanted, in groups of 16.
     __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
                                          uint32_t quarter) {
-        if (rows == 8 && stride == kRanks && ranks >= kRanks) {
+        if (rows > Outputs::offset(7) && stride == kRanks && ranks >= kRanks) {
 #pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) load_rows<kRanks * 2>(row[pair], from + pair * 32 + quarter * 8);
+            for (int pair = 0; pair < kPairs; ++pair) load_rows<Outputs, kRanks * 2>(row[pair], from + pair * 32 + quarter * 8);
             return;
         }
 #pragma unroll
@@ -85,7 +119,7 @@ struct Weights {
             const __nv_bfloat16* at = from + first + (whole ? quarter * 8 : first_of_quarter(quarter));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const __nv_bfloat16* here = at + uint64_t(min(uint32_t(i), rows - 1)) * stride;
+                const __nv_bfloat16* here = at + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride;
                 if (whole) {
                     row[pair][i] = load_weights16<0>(here);
                 } else {
@@ -120,6 +154,18 @@ struct Weights {
             multiply_group(sum, at, quarter, [&](int i) { return make_uint2(row[pair][i].x, row[pair][i].y); });
             if (pair * 32 + 16 >= ranks) break;
             multiply_group(sum, at + 32, quarter, [&](int i) { return make_uint2(row[pair][i].z, row[pair][i].w); });
+        }
+    }
+
+    // As in `Weights16`.
+    __device__ __forceinline__ void multiply_half(float (&sum)[4][4], int half, const uint4 (&x)[kPairs * 2], uint32_t ranks) const {
+#pragma unroll
+        for (int group = 0; group < kPairs * 2; ++group) {
+            if (group > 0 && group * kRankGranule >= ranks) break;
+            multiply_rows(sum, x[group], [&](int i) {
+                const uint4& v = row[group / 2][half * 4 + i];
+                return group % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+            });
         }
     }
 };

@@ -1,5 +1,12 @@
 #include "expand.cuh"
 
+// Blocks of `lora_expand_mixed_64` that a multiprocessor has shared memory for, and is to have registers for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMixed64Blocks = 2;
+#else
+constexpr int kMixed64Blocks = 4;
+#endif
+
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)
 lora_expand_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<16>(p, ends, runs);
@@ -16,16 +23,16 @@ lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends,
 }
 
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)
-lora_expand_mixed_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
-    expand_mixed<16>(p, ends, runs);
+lora_expand_mixed_16(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
+    expand_mixed<16>(p, ends);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
-lora_expand_mixed_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
-    expand_mixed<64>(p, ends, runs);
+extern "C" __global__ void __launch_bounds__(kExpandThreads, kMixed64Blocks)
+lora_expand_mixed_64(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
+    expand_mixed<64>(p, ends);
 }
 
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 2)
-lora_expand_any(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
-    expand_mixed<512>(p, ends, runs);
+lora_expand_any(const __grid_constant__ DeltaParams p, const SiteEnds ends) {
+    expand_mixed<512>(p, ends);
 }

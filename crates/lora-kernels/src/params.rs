@@ -47,8 +47,14 @@ pub(crate) const EXPAND_THREADS: u32 = 128;
 /// Outputs that a warp of the expand kernel makes at a time.
 pub(crate) const WARP_OUTPUTS: u32 = 64;
 
-/// Times 8 base rows that a thread of an expand block over large tiles has room for.
-pub(crate) const EXPAND_AHEAD: u32 = 4;
+/// Base rows that a warp of an expand block over large tiles takes at a time.
+pub(crate) const EXPAND_UNIT_ROWS: u32 = 16;
+
+/// Times so many that it has room for, up to 16 ranks.
+pub(crate) const EXPAND_AHEAD_16: u32 = 4;
+
+/// The same, up to 64 ranks.
+pub(crate) const EXPAND_AHEAD_64: u32 = 2;
 
 /// Most threads of a block that groups rows, and most rows that are sorted rather than counted.
 pub(crate) const MAX_GROUP_THREADS: u32 = 1024;

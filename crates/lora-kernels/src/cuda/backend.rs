@@ -256,7 +256,11 @@ impl LoraBackend for CudaBackend {
             (&raw mut plan.block_ends).cast(),
             (&raw mut plan.expand_runs).cast(),
         ];
-        self.enqueue(&plan.expand, stream, &mut expand)?;
+        let arguments = match plan.expand.kernel {
+            Kernel::ExpandMixed16 | Kernel::ExpandMixed64 | Kernel::ExpandAny => &mut expand[..2],
+            _ => &mut expand,
+        };
+        self.enqueue(&plan.expand, stream, arguments)?;
         Ok(())
     }
 

@@ -8,9 +8,10 @@ pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD, EXPAND_THREADS,
-    FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS, MAX_SITES, SHRINK_SET_RANKS,
-    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_THREADS, WARP_OUTPUTS,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD_16, EXPAND_AHEAD_64,
+    EXPAND_THREADS, EXPAND_UNIT_ROWS, FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS,
+    MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_THREADS,
+    WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -48,16 +49,12 @@ const MOST_SLICES: u32 = 64;
 
 /// Blocks of the shrink kernels for small tiles that a multiprocessor runs at once.
 const SMALL_SHRINK_BLOCKS_A_UNIT: u64 = 4;
-/// Expand blocks that a multiprocessor should get before blocks over spread rows are made longer.
-const BLOCKS_A_UNIT: u64 = 4;
 /// Blocks of [`Kernel::ExpandSmall16`] or [`Kernel::ExpandSmall32`] that a multiprocessor runs at once.
 const SMALL_BLOCKS_A_UNIT: u64 = 5;
 /// The same of [`Kernel::ExpandSmall64`].
 const SMALL_64_BLOCKS_A_UNIT: u64 = 4;
 /// Runs of outputs that a block of those makes at most.
 const MOST_SMALL_RUNS: u32 = 6;
-/// Blocks of [`Kernel::ExpandMixed16`] that a multiprocessor runs at once.
-const MIXED_16_BLOCKS_A_UNIT: u64 = 5;
 
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = EXPAND_THREADS / 32 * WARP_OUTPUTS;
@@ -351,17 +348,18 @@ fn plan_expand(
     block_ends: [u32; MAX_SITES],
 ) -> KernelPlan<Kernel> {
     let xa_bytes = |most_rows: u32| params.tile_rows.min(most_rows) * xa_pitch(max_rank);
-    let (tiles, shared_bytes) = match kernel {
-        Kernel::ExpandSmall16 | Kernel::ExpandSmall32 | Kernel::ExpandSmall64 => {
-            (params.max_tiles, xa_bytes(SMALL_TILE_ROWS))
-        }
-        Kernel::ExpandAny => (params.max_tiles, xa_bytes(LARGE_TILE_ROWS / 2)),
-        _ => (
-            params.max_tiles,
-            EXPAND_AHEAD * 2 * 16 * EXPAND_THREADS + xa_bytes(LARGE_TILE_ROWS),
-        ),
+    let base_bytes = |ahead: u32| ahead * EXPAND_UNIT_ROWS * EXPAND_BLOCK_OUTPUTS * 2;
+    let shared_bytes = match kernel {
+        Kernel::ExpandMixed16 => base_bytes(EXPAND_AHEAD_16) + xa_bytes(LARGE_TILE_ROWS),
+        Kernel::ExpandMixed64 => base_bytes(EXPAND_AHEAD_64) + xa_bytes(LARGE_TILE_ROWS),
+        Kernel::ExpandAny => xa_bytes(LARGE_TILE_ROWS / 2),
+        _ => xa_bytes(SMALL_TILE_ROWS),
     };
-    let grid = [block_ends[MAX_SITES - 1], tiles.min(MOST_GRID_YZ), 1];
+    let grid = [
+        block_ends[MAX_SITES - 1],
+        params.max_tiles.min(MOST_GRID_YZ),
+        1,
+    ];
     KernelPlan {
         kernel,
         grid,
@@ -370,7 +368,7 @@ fn plan_expand(
     }
 }
 
-/// More runs of outputs a block mean fewer blocks that each do less setting up.
+/// More runs of outputs a block mean fewer blocks that each do less setting up. Over large tiles a block takes one.
 fn expand_runs(
     params: &DeltaParams,
     sites: &[DeltaSite],
@@ -393,15 +391,6 @@ fn expand_runs(
     let runs = match kernel {
         Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => soonest(units * SMALL_BLOCKS_A_UNIT),
         Kernel::ExpandSmall64 => soonest(units * SMALL_64_BLOCKS_A_UNIT),
-        // A second run pays over spread rows where blocks are many, else only where it saves a second wave.
-        Kernel::ExpandMixed16 if params.flags & FLAG_SPREAD != 0 => {
-            (blocks(1, params.max_tiles) >= 2 * units * BLOCKS_A_UNIT).then_some(2)
-        }
-        Kernel::ExpandMixed16 => {
-            let room = units * MIXED_16_BLOCKS_A_UNIT;
-            let blocks = blocks(1, params.rows.div_ceil(LARGE_TILE_ROWS));
-            (blocks > room && blocks <= 2 * room).then_some(2)
-        }
         _ => None,
     };
     runs.unwrap_or(1)

@@ -95,6 +95,8 @@ fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
     assert_eq!(plan.shrink_groups, 4);
     assert_eq!(plan.shrink.grid[0], plan.k_parts * 2);
     assert_eq!(plan.expand.kernel, Kernel::ExpandMixed64);
+    // Base elements of two times 16 rows and 256 outputs; 128 rows of 64 ranks, no four rows of a phase on the same banks.
+    assert_eq!(plan.expand.shared_bytes, 2 * 16 * 256 * 2 + 128 * 80 * 2);
     assert_eq!(plan.expand_runs, 1);
     assert_eq!(plan.expand.grid[0], 2 * 14336 / 256);
 }
