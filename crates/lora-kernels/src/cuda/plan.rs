@@ -68,6 +68,10 @@ const MOST_GRID_YZ: u32 = 65_535;
 const MIXED_WAVES: u32 = 8;
 /// Largest padded rank of spread rows whose tiles pass by A in registers: each 16 ranks read x again.
 const MOST_STREAMED_RANK: u32 = 32;
+/// The same where there are fewer rows an entry than [`FEW_ROWS_AN_ENTRY`], so that x is little beside A.
+const MOST_STREAMED_RANK_OF_FEW: u32 = 64;
+/// A quarter of a large tile.
+const FEW_ROWS_AN_ENTRY: u32 = LARGE_TILE_ROWS / 4;
 /// Blocks of that kernel that a multiprocessor runs at once.
 const STREAMED_BLOCKS_A_UNIT: u32 = 3;
 /// Slices of a large tile that are summed by a block each; more would have too little to do.
@@ -177,7 +181,13 @@ fn plan_shrink(
         return plan_small_shrink(params, sites, caps);
     }
     let most_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
-    if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= MOST_STREAMED_RANK {
+    let few_rows = u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY);
+    let most_streamed = if few_rows {
+        MOST_STREAMED_RANK_OF_FEW
+    } else {
+        MOST_STREAMED_RANK
+    };
+    if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= most_streamed {
         let blocks = params.k_blocks * groups;
         let most_tiles =
             (MIXED_WAVES * STREAMED_BLOCKS_A_UNIT * caps.units).div_ceil(blocks.max(1));

@@ -223,7 +223,7 @@ fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
 }
 
 #[test]
-fn spread_rows_pass_by_a_in_registers_up_to_rank_32() {
+fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() {
     let kernel = |rank, rows, flags| {
         let mut params = params(&Problem::uniform(rows, 128, rank, (2048, &[768, 768])));
         params.flags = flags;
@@ -232,6 +232,15 @@ fn spread_rows_pass_by_a_in_registers_up_to_rank_32() {
     assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
     assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
     assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(
+        kernel(64, 32 * 128 - 1, FLAG_SPREAD),
+        Kernel::ShrinkStreamed
+    );
+    assert_eq!(kernel(64, 32 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(
+        kernel(65, 32 * 128 - 1, FLAG_SPREAD),
+        Kernel::ShrinkMixedLow
+    );
     assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
 }
