@@ -1,4 +1,4 @@
-// Clusters of blocks: sums sent from one block's shared memory to another's, and barriers that count them.
+// Clusters of blocks: shared memory of one that others read, sums sent from one's to another's, and barriers that count them.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
+// The same where other blocks are to see what the threads have written.
+__device__ __forceinline__ void cluster_arrive_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The address in the shared memory of block `rank` of the cluster that `own` is in this one's.
@@ -18,6 +21,14 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, uint32_t ra
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(rank));
     return there;
+}
+
+// What block `rank` has at this address of its own shared memory.
+__device__ __forceinline__ uint32_t load_of_cluster(const uint32_t* shared, uint32_t rank) {
+    uint32_t v;
+    const uint32_t there = address_in_cluster(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(there) : "memory");
+    return v;
 }
 
 // Stores to another block's shared memory, and counts the bytes on a barrier there once they are visible.

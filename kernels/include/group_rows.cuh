@@ -3,12 +3,12 @@
 // Which entry a row takes is said by a source: the row's slot, or (adapter of its token, its expert). Three ways to sort, which give the same lists:
 // - few rows, or many entries: one block sorts (entry, row) keys;
 // - up to 1024 rows of entries that shared memory has a count of for every warp: one block tallies each warp's rows;
-// - more rows: several blocks count them by entry, none of which waits for another. Each counts all rows, those before its own slice apart, so that it
-//   knows where its slice's rows go.
+// - more rows: the blocks of a cluster count a slice of them each by entry, and learn from each other's counts where their slice's rows go.
 // Integer atomics only add counts up, and a row's place among its entry's rows follows from its number, so the result is the same every time.
 #pragma once
 
 #include "block_scan.cuh"
+#include "cluster.cuh"
 #include "params.cuh"
 #include "primitives.cuh"
 
@@ -32,6 +32,18 @@ __device__ __forceinline__ uint32_t lanes_before() { return (1u << threadIdx.x %
 
 __device__ __forceinline__ uint32_t tile_rows_of(const GroupParams& p, uint32_t rows) {
     return rows <= p.small_max ? kSmallTileRows : kLargeTileRows;
+}
+
+// The lanes whose value, below `limit`, is this lane's, of those that are `present`; none for the others. A vote a bit: several times as quick as a match of lanes
+// that are mostly different.
+__device__ __forceinline__ uint32_t lanes_alike(uint32_t value, bool present, uint32_t limit) {
+    uint32_t alike = __ballot_sync(kAllLanes, present);
+    for (uint32_t bit = 1; bit < limit; bit *= 2) {
+        const bool set = (value & bit) != 0;
+        const uint32_t votes = __ballot_sync(kAllLanes, set);
+        alike &= set ? votes : ~votes;
+    }
+    return present ? alike : 0;
 }
 
 // Ascending order over the block, a key a thread; the block's threads are a power of two.
@@ -169,8 +181,7 @@ __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& sour
     const uint32_t at = threadIdx.x;
     const uint32_t entry = source.entry_of(min(at, p.rows - 1));
     const bool routed = at < p.rows && entry < p.slots;
-    const uint32_t lanes = __ballot_sync(kAllLanes, routed);
-    const uint32_t peers = routed ? __match_any_sync(lanes, entry) : 0;
+    const uint32_t peers = lanes_alike(entry, routed, p.slots);
     const uint32_t earlier = __popc(peers & lanes_before());
     uint16_t* mine = tallies + at / 32 * p.slots + entry;
     __syncthreads();
@@ -202,114 +213,192 @@ __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& sour
     if (at == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }
 
-// A range of entries, and how many rows each has: before the block's slice, and from there on.
+// A range of entries that shared memory has counts of.
 struct EntryRange {
     uint32_t first;
     uint32_t entries;
-    uint32_t* before;
-    uint32_t* after;
+    uint32_t* counts;    // the slice's rows of each
+    uint32_t* places;    // where its next row of each goes
+    uint4 (*tallies)[2]; // of the rows that are being placed, each warp's of each: a byte a warp
+
+    __device__ __forceinline__ void clear_tallies(uint32_t index) const { tallies[index][0] = tallies[index][1] = make_uint4(0, 0, 0, 0); }
 };
 
-// Counts all rows of the batch; eight loads are in flight.
-template <typename Source>
-__device__ __forceinline__ void count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t slice_begin) {
-    constexpr int kAhead = 8;
-    for (uint32_t first = threadIdx.x; first < p.rows; first += blockDim.x * kAhead) {
-        uint32_t index[kAhead];
+// A warp's rows are at most 32, so that a byte has room for their number.
+__device__ __forceinline__ uint32_t add_bytes(uint32_t bytes, uint32_t sum) { return __dp4a(bytes, 0x01010101u, sum); }
+
+__device__ __forceinline__ uint32_t tallied(const uint4 (&tallies)[2]) {
+    uint32_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const uint32_t row = first + i * blockDim.x;
-            const uint32_t entry = source.entry_of(min(row, p.rows - 1));
-            index[i] = (row < p.rows ? entry : kNoEntry) - range.first;
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            uint32_t* counts = first + i * blockDim.x < slice_begin ? range.before : range.after;
-            if (index[i] < range.entries) atomicAdd(counts + index[i], 1);
-        }
+    for (int half = 0; half < 2; ++half) {
+        sum = add_bytes(tallies[half].x, add_bytes(tallies[half].y, add_bytes(tallies[half].z, add_bytes(tallies[half].w, sum))));
     }
+    return sum;
 }
 
-// Writes the tiles of the range, each entry's by one of the blocks. On return `before` holds where the slice's first row of each entry goes.
+__device__ __forceinline__ uint32_t tallied_before(const uint4 (&tallies)[2], uint32_t warp) {
+    const auto kept = [&](uint32_t bytes, uint32_t first) {
+        const uint32_t wanted = warp <= first ? 0 : min(warp - first, 4u);
+        return wanted == 4 ? bytes : bytes & ((1u << 8 * wanted) - 1);
+    };
+    uint4 before[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint4 v = tallies[half];
+        before[half] = make_uint4(kept(v.x, half * 16), kept(v.y, half * 16 + 4), kept(v.z, half * 16 + 8), kept(v.w, half * 16 + 12));
+    }
+    return tallied(before);
+}
+
+// Counts the slice's rows; several loads are in flight. The entry of the thread's first row.
+template <typename Source>
+__device__ __forceinline__ uint32_t count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin,
+                                               uint32_t end) {
+    constexpr int kAhead = 2;
+    uint32_t first_entry = kNoEntry;
+    for (uint32_t first = begin + threadIdx.x; first < end; first += blockDim.x * kAhead) {
+        uint32_t entry[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) entry[i] = source.entry_of(min(first + i * blockDim.x, end - 1));
+        if (first == begin + threadIdx.x) first_entry = entry[0];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const uint32_t index = entry[i] - range.first;
+            if (first + i * blockDim.x < end && index < range.entries) atomicAdd(range.counts + index, 1);
+        }
+    }
+    return first_entry;
+}
+
+// Writes the tiles of the range, each entry's by one of the blocks, and says where the slice's first row of each entry goes.
 __device__ __forceinline__ Taken make_tiles(const GroupParams& p, const EntryRange& range, Taken* warp_sums, Taken taken) {
+    const uint32_t own_block = cluster_rank();
     for (uint32_t first = 0; first < range.entries; first += blockDim.x) {
         const uint32_t index = first + threadIdx.x;
         const bool here = index < range.entries;
-        const uint32_t before = here ? range.before[index] : 0;
-        const uint32_t rows = here ? before + range.after[index] : 0;
+        uint32_t before = 0;
+        uint32_t rows = 0;
+        if (here) {
+            uint32_t counts[kGroupBlocks];
+#pragma unroll
+            for (int block = 0; block < kGroupBlocks; ++block) counts[block] = load_of_cluster(range.counts + index, block);
+#pragma unroll
+            for (int block = 0; block < kGroupBlocks; ++block) {
+                before += block < own_block ? counts[block] : 0;
+                rows += counts[block];
+            }
+        }
         const uint32_t tile_rows = tile_rows_of(p, rows);
         const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
         Taken total;
         const Taken at = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
-        if (here) range.before[index] = at.positions + before;
-        if (index % gridDim.x == blockIdx.x) write_tiles(p, range.first + index, at, rows);
+        if (here) range.places[index] = at.positions + before;
+        if (index % kGroupBlocks == own_block) write_tiles(p, range.first + index, at, rows);
         taken = taken + total;
     }
     return taken;
 }
 
-// Writes where the slice's rows go. Warps take turns, 32 rows each, so that rows of an entry stay in order.
+// A row that is being placed, a thread's: rows of an entry stay in order, those of earlier warps and lanes first.
+struct PlacedRow {
+    uint32_t index;    // of its entry in the range
+    uint32_t earlier;  // rows of the same entry in earlier lanes
+    bool here;         // in the range
+
+    // Adds the row to the tallies, which are cleared and have no other rows than those of the block's threads.
+    __device__ __forceinline__ void tally(const EntryRange& range, uint32_t entry) {
+        index = entry - range.first;
+        here = index < range.entries;
+        const uint32_t peers = lanes_alike(index, here, range.entries);
+        earlier = __popc(peers & lanes_before());
+        if (here && earlier == 0) reinterpret_cast<uint8_t*>(range.tallies[index])[threadIdx.x / 32] = __popc(peers);
+    }
+
+    __device__ __forceinline__ void store(const GroupParams& p, const EntryRange& range, uint32_t row) const {
+        if (!here) return;
+        const uint32_t before = tallied_before(range.tallies[index], threadIdx.x / 32) + earlier;
+        reinterpret_cast<uint32_t*>(p.perm)[range.places[index] + before] = row;
+    }
+};
+
+// Writes where the slice's rows go, as many at a time as there are threads. The first of them, `placed`, are tallied.
 template <typename Source>
 __device__ __forceinline__ void place_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin,
-                                           uint32_t end) {
-    uint32_t* perm = reinterpret_cast<uint32_t*>(p.perm);
-    for (uint32_t first = begin; first < end; first += blockDim.x) {
-        const uint32_t row = first + threadIdx.x;
-        const uint32_t index = (row < end ? source.entry_of(row) : kNoEntry) - range.first;
-        const bool here = index < range.entries;
-        const uint32_t lanes = __ballot_sync(kAllLanes, here);
-        const uint32_t peers = here ? __match_any_sync(lanes, index) : 0;
-        const uint32_t turns = min(blockDim.x, end - first + 31) / 32;
-        uint32_t position = 0;
-        for (uint32_t turn = 0; turn < turns; ++turn) {
-            if (turn == threadIdx.x / 32 && here) {
-                const uint32_t start = range.before[index];
-                __syncwarp(lanes);
-                if ((peers & lanes_before()) == 0) range.before[index] = start + __popc(peers);
-                position = start + __popc(peers & lanes_before());
-            }
-            __syncthreads();
+                                           uint32_t end, PlacedRow placed) {
+    __syncthreads();
+    placed.store(p, range, begin + threadIdx.x);
+    for (uint32_t first = begin + blockDim.x; first < end; first += blockDim.x) {
+        __syncthreads();
+        for (uint32_t index = threadIdx.x; index < range.entries; index += blockDim.x) {
+            range.places[index] += tallied(range.tallies[index]);
+            range.clear_tallies(index);
         }
-        if (here) perm[position] = row;
+        __syncthreads();
+        const uint32_t row = first + threadIdx.x;
+        placed.tally(range, row < end ? source.entry_of(row) : kNoEntry);
+        __syncthreads();
+        placed.store(p, range, row);
     }
 }
 
-// `capacity`: entries that shared memory has two counts for; more entries take more passes over the rows.
+// A cluster shares the rows, a slice a block, and reads the counts of its blocks from each other's shared memory. `capacity`: entries that shared memory has room
+// for; more entries take more passes over the rows.
 template <typename Source>
 __device__ __forceinline__ void group_counted(const GroupParams& p, Source& source, uint32_t capacity) {
-    extern __shared__ uint32_t counts[];
+    extern __shared__ uint4 ranges[];
     __shared__ Taken warp_sums[33];
+    const auto range_from = [&](uint32_t first) {
+        uint32_t* counts = reinterpret_cast<uint32_t*>(ranges + 2 * capacity);
+        const EntryRange range{first, min(capacity, p.slots - first), counts, counts + capacity, reinterpret_cast<uint4(*)[2]>(ranges)};
+        for (uint32_t i = threadIdx.x; i < range.entries; i += blockDim.x) {
+            range.counts[i] = 0;
+            range.clear_tallies(i);
+        }
+        return range;
+    };
+    EntryRange range = range_from(0);
     wait_for_predecessor();
     source.prepare();
-    const uint32_t slice = (p.rows + gridDim.x - 1) / gridDim.x;
-    const uint32_t begin = min(blockIdx.x * slice, p.rows);
+    const uint32_t slice = (p.rows + kGroupBlocks - 1) / kGroupBlocks;
+    const uint32_t begin = min(cluster_rank() * slice, p.rows);
     const uint32_t end = min(begin + slice, p.rows);
     Taken taken{0, 0};
     for (uint32_t first_entry = 0; first_entry < p.slots; first_entry += capacity) {
-        const uint32_t entries = min(capacity, p.slots - first_entry);
-        const EntryRange range{first_entry, entries, counts, counts + entries};
+        if (first_entry > 0) {
+            __syncthreads();
+            range = range_from(first_entry);
+        }
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < 2 * entries; i += blockDim.x) counts[i] = 0;
-        __syncthreads();
-        count_rows(p, source, range, begin);
-        __syncthreads();
+        const uint32_t entry = count_rows(p, source, range, begin, end);
+        PlacedRow placed;
+        placed.tally(range, begin + threadIdx.x < end ? entry : kNoEntry);
+        cluster_arrive_release();
+        cluster_wait();
         taken = make_tiles(p, range, warp_sums, taken);
-        __syncthreads();
-        place_rows(p, source, range, begin, end);
+        __syncwarp();
+        cluster_arrive_release();
+        place_rows(p, source, range, begin, end, placed);
+        cluster_wait();  // no block clears its counts, or leaves, while another reads them
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
+    if (cluster_rank() == 0 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }
 
-// `capacity` 0: the keys of rows are sorted.
+// Up to 1024 rows, in one block. `capacity` 0: the keys of rows are sorted.
 template <typename Source>
 __device__ __forceinline__ void group_rows(const GroupParams& p, Source source, uint32_t capacity) {
     let_dependents_start();
     source.prefetch(p.rows);
     if (capacity == 0) {
         group_sorted(p, source);
-    } else if (p.rows <= kMaxGroupThreads) {
-        group_tallied(p, source);
     } else {
-        group_counted(p, source, capacity);
+        group_tallied(p, source);
     }
+}
+
+// More rows, in a cluster.
+template <typename Source>
+__device__ __forceinline__ void group_many_rows(const GroupParams& p, Source source, uint32_t capacity) {
+    let_dependents_start();
+    source.prefetch(p.rows);
+    group_counted(p, source, capacity);
 }

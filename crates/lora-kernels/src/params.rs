@@ -56,8 +56,11 @@ pub(crate) const EXPAND_AHEAD_16: u32 = 4;
 /// The same, up to 64 ranks.
 pub(crate) const EXPAND_AHEAD_64: u32 = 2;
 
-/// Most threads of a block that groups rows, and most rows that are sorted rather than counted.
+/// Most threads of a block that groups rows, and most rows that one block groups.
 pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
+
+/// Blocks of the cluster that groups more rows than that.
+pub(crate) const GROUP_BLOCKS: u32 = 8;
 
 /// Threads of a block of whole-row operations: a warp a row, or all of them.
 pub(crate) const ROW_THREADS: u32 = 256;

@@ -2,7 +2,7 @@ use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
 use super::plan::{
-    HeadClusters, plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits,
+    GroupSource, HeadClusters, plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits,
     plan_replace_rows, plan_row_diff,
 };
 use super::{CudaError, DeviceTimer, Graph};
@@ -196,7 +196,7 @@ impl LoraBackend for CudaBackend {
     fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;
-        let mut plan = plan_group_rows(Kernel::GroupRows, &params, &self.caps);
+        let mut plan = plan_group_rows(GroupSource::Slots, &params);
         let mut arguments = [(&raw mut params).cast(), (&raw mut plan.capacity).cast()];
         self.enqueue(&plan.launch, stream, &mut arguments)?;
         self.just_grouped.set(stream);
@@ -211,7 +211,7 @@ impl LoraBackend for CudaBackend {
     ) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let (mut params, mut entries) = (*params, *entries);
-        let mut plan = plan_group_rows(Kernel::GroupExperts, &params, &self.caps);
+        let mut plan = plan_group_rows(GroupSource::Experts, &params);
         let mut arguments = [
             (&raw mut params).cast(),
             (&raw mut entries).cast(),

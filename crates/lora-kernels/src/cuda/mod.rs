@@ -17,6 +17,6 @@ pub use error::CudaError;
 pub use graph::{DeviceTimer, Graph};
 pub use module::{Kernel, PtxTarget};
 pub use plan::{
-    DeltaPlan, GroupPlan, HeadClusters, plan, plan_delta, plan_gather_rows, plan_group_rows,
-    plan_head_logits, plan_replace_rows, plan_row_diff,
+    DeltaPlan, GroupPlan, GroupSource, HeadClusters, plan, plan_delta, plan_gather_rows,
+    plan_group_rows, plan_head_logits, plan_replace_rows, plan_row_diff,
 };

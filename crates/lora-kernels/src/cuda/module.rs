@@ -14,6 +14,10 @@ pub enum Kernel {
     GroupRows,
     /// The same for the rows of a MoE block, whose entries it finds first.
     GroupExperts,
+    /// [`Kernel::GroupRows`] for more rows than a block has threads, in a cluster.
+    GroupManyRows,
+    /// [`Kernel::GroupExperts`] for more rows than a block has threads, in a cluster.
+    GroupManyExperts,
     /// Partial sums of `x @ A^T`, tiles of up to 8 rows, 16 ranks a block.
     ShrinkSmall,
     /// The same, several times 16 ranks a block.
@@ -64,9 +68,11 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 27] = [
         Self::GroupRows,
         Self::GroupExperts,
+        Self::GroupManyRows,
+        Self::GroupManyExperts,
         Self::ShrinkSmall,
         Self::ShrinkSmallRanks,
         Self::ShrinkStreamed,
@@ -97,6 +103,8 @@ impl Kernel {
         match self {
             Self::GroupRows => "lora_group_rows",
             Self::GroupExperts => "lora_group_experts",
+            Self::GroupManyRows => "lora_group_many_rows",
+            Self::GroupManyExperts => "lora_group_many_experts",
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkSmallRanks => "lora_shrink_small_ranks",
             Self::ShrinkStreamed => "lora_shrink_streamed",
@@ -151,7 +159,9 @@ impl Kernel {
 
     fn module(self) -> ModuleName {
         match self {
-            Self::GroupRows | Self::GroupExperts => ModuleName::GroupRows,
+            Self::GroupRows | Self::GroupExperts | Self::GroupManyRows | Self::GroupManyExperts => {
+                ModuleName::GroupRows
+            }
             Self::ShrinkSmall
             | Self::ShrinkSmallRanks
             | Self::ShrinkStreamed

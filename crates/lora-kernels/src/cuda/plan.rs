@@ -9,9 +9,9 @@ pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
 use super::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD_16, EXPAND_AHEAD_64,
-    EXPAND_THREADS, EXPAND_UNIT_ROWS, FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS, MAX_GROUP_THREADS,
-    MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, SUM_THREADS,
-    WARP_OUTPUTS,
+    EXPAND_THREADS, EXPAND_UNIT_ROWS, FLAG_SPREAD, GROUP_BLOCKS, GroupParams, LARGE_TILE_ROWS,
+    MAX_GROUP_THREADS, MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS,
+    SUM_THREADS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -42,10 +42,8 @@ pub struct DeltaPlan {
 const COUNT_BYTES: u32 = 80 * 1024;
 /// Rows whose keys are sorted rather than tallied, whatever the entries: two warps sort without waiting for each other much.
 const MOST_SORTED_ROWS: u32 = 64;
-/// Rows that a block of a counted grouping places, 32 at a time one after the other, once it has counted all rows.
-const SLICE_ROWS: u32 = 256;
-/// More blocks would each count all rows for fewer rows to place.
-const MOST_SLICES: u32 = 64;
+/// What a block of a counted grouping keeps of an entry: its rows, where the next of them goes, and a byte for those of each warp.
+const ENTRY_COUNT_BYTES: u32 = 2 * 4 + MAX_GROUP_THREADS / 32;
 
 /// Blocks of the shrink kernels for small tiles that a multiprocessor runs at once.
 const SMALL_SHRINK_BLOCKS_A_UNIT: u64 = 4;
@@ -414,19 +412,32 @@ fn xa_pitch(max_rank: u32) -> u32 {
 /// How a grouping of rows is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupPlan {
-    /// One block, a thread a row, or several that count more rows than that.
+    /// One block, a thread a row, or a cluster that counts more rows than that.
     pub launch: KernelPlan<Kernel>,
     /// Entries whose counts fit in shared memory; where rows are counted, more entries take more passes over them. 0 where the rows' keys are sorted.
     pub capacity: u32,
 }
 
-/// Plans a grouping of rows by [`Kernel::GroupRows`] or [`Kernel::GroupExperts`].
-pub fn plan_group_rows(kernel: Kernel, params: &GroupParams, caps: &DeviceCaps) -> GroupPlan {
-    let (blocks, block, shared_bytes, capacity);
+/// Where the entries of rows to group come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupSource {
+    /// The rows' slots.
+    Slots,
+    /// Their tokens' adapters and their experts.
+    Experts,
+}
+
+/// Plans a grouping of rows.
+pub fn plan_group_rows(source: GroupSource, params: &GroupParams) -> GroupPlan {
+    let (kernel, blocks, block, shared_bytes, capacity);
     if params.rows <= MAX_GROUP_THREADS {
         let tallies =
             u64::from(params.rows.div_ceil(32).next_power_of_two()) * u64::from(params.slots);
         let tallied = params.rows > MOST_SORTED_ROWS && tallies * 2 <= COUNT_BYTES.into();
+        kernel = match source {
+            GroupSource::Slots => Kernel::GroupRows,
+            GroupSource::Experts => Kernel::GroupExperts,
+        };
         blocks = 1;
         block = params.rows.next_power_of_two().max(32);
         capacity = if tallied { params.slots } else { 0 };
@@ -436,13 +447,14 @@ pub fn plan_group_rows(kernel: Kernel, params: &GroupParams, caps: &DeviceCaps) 
             0
         };
     } else {
-        blocks = params
-            .rows
-            .div_ceil(SLICE_ROWS)
-            .min(caps.units.clamp(1, MOST_SLICES));
+        kernel = match source {
+            GroupSource::Slots => Kernel::GroupManyRows,
+            GroupSource::Experts => Kernel::GroupManyExperts,
+        };
+        blocks = GROUP_BLOCKS;
         block = MAX_GROUP_THREADS;
-        capacity = params.slots.clamp(1, COUNT_BYTES / (2 * 4));
-        shared_bytes = 2 * 4 * capacity;
+        capacity = params.slots.clamp(1, COUNT_BYTES / ENTRY_COUNT_BYTES);
+        shared_bytes = capacity * ENTRY_COUNT_BYTES;
     }
     let launch = KernelPlan {
         kernel,

@@ -212,13 +212,20 @@ fn many_rows_are_counted_in_shared_memory_with_a_pass_for_what_does_not_fit() {
             slots,
             ..GroupParams::zeroed()
         };
-        plan_group_rows(Kernel::GroupRows, &params, &gb10())
+        plan_group_rows(GroupSource::Slots, &params)
     };
-    let counted = group(2048, 512);
-    assert_eq!((counted.launch.grid[0], counted.launch.block), (8, 1024));
-    assert_eq!((counted.capacity, counted.launch.shared_bytes), (512, 4096));
+    let counted = group(1025, 512);
+    assert_eq!(counted.launch.kernel, Kernel::GroupManyRows);
+    assert_eq!(
+        (counted.launch.grid, counted.launch.block),
+        ([8, 1, 1], 1024)
+    );
+    assert_eq!(
+        (counted.capacity, counted.launch.shared_bytes),
+        (512, 512 * 40)
+    );
     let many = group(1 << 24, 4096 * 512);
-    assert_eq!(many.launch.grid[0], gb10().units);
+    assert_eq!(many.launch.grid, [8, 1, 1]);
     assert!(many.capacity < 4096 * 512 && many.launch.shared_bytes <= GB10_SHARED);
 }
 
@@ -279,7 +286,7 @@ proptest! {
         let mut params = params(&problem);
         params.flags = flags;
         let plan = plan_delta(&params, &gb10());
-        let group = plan_group_rows(Kernel::GroupExperts, &GroupParams { rows, slots, ..GroupParams::zeroed() }, &gb10());
+        let group = plan_group_rows(GroupSource::Experts, &GroupParams { rows, slots, ..GroupParams::zeroed() });
         for launch in [plan.shrink, plan.expand, group.launch] {
             prop_assert!(launch.shared_bytes <= GB10_SHARED, "{launch}");
             prop_assert!(launch.block <= 1024 && launch.block.is_multiple_of(32), "{launch}");
@@ -310,7 +317,8 @@ fn rows_that_a_block_has_threads_for_are_sorted_or_tallied() {
             slots,
             ..GroupParams::zeroed()
         };
-        let plan = plan_group_rows(Kernel::GroupExperts, &params, &gb10());
+        let plan = plan_group_rows(GroupSource::Experts, &params);
+        assert_eq!(plan.launch.kernel, Kernel::GroupExperts);
         assert_eq!(plan.launch.grid, [1, 1, 1]);
         (plan.launch.block, plan.launch.shared_bytes, plan.capacity)
     };
