@@ -12,6 +12,7 @@ constexpr int kShrinkThreads = 256;
 constexpr int kShrinkStages = 3;
 constexpr int kShrinkSetRanks = 96;
 constexpr int kExchangePitch = 20;
+constexpr int kStreamSlots = 2;
 constexpr int kSumThreads = 128;
 constexpr int kExpandThreads = 128;
 constexpr int kWarpOutputs = 64;

@@ -112,30 +112,40 @@ __device__ __forceinline__ void load_x(const DeltaParams& p, const __nv_bfloat16
     load_chunk<kAligned, false>(x, row + at, int(p.k_in - at));
 }
 
-// Adds the warps' chunk sums in order and writes the block's sums of up to 8 rows.
-__device__ __forceinline__ void exchange_and_store(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
-                                                   uint32_t first_position, uint32_t rows, const float (&sum)[4],
-                                                   float* exchange, const Lane& lane) {
+// A warp's chunk sums of 8 rows and 16 ranks, for the other warps.
+__device__ __forceinline__ void put_chunk_sums(float* exchange, const float (&sum)[4], const Lane& lane) {
     float* mine = exchange + (lane.warp * kSmallTileRows + 2 * lane.quarter) * kExchangePitch + lane.group;
     mine[0] = sum[0];
     mine[kExchangePitch] = sum[1];
     mine[8] = sum[2];
     mine[kExchangePitch + 8] = sum[3];
+}
+
+// The chunk sums of a row and a rank added in order.
+__device__ __forceinline__ float chunk_total(const float* exchange, uint32_t row, uint32_t rank, uint32_t chunks) {
+    const float* from = exchange + row * kExchangePitch + rank;
+    float sums[kChunksPerBlock];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksPerBlock; ++chunk) sums[chunk] = from[chunk * kSmallTileRows * kExchangePitch];
+    float total = sums[0];
+#pragma unroll
+    for (int chunk = 1; chunk < kChunksPerBlock; ++chunk) {
+        if (chunk < chunks) total += sums[chunk];
+    }
+    return total;
+}
+
+// Adds the warps' chunk sums in order and writes the block's sums of up to 8 rows.
+__device__ __forceinline__ void exchange_and_store(const DeltaParams& p, const DeltaSite& site, const ShrinkWork& work,
+                                                   uint32_t first_position, uint32_t rows, const float (&sum)[4],
+                                                   float* exchange, const Lane& lane) {
+    put_chunk_sums(exchange, sum, lane);
     __syncthreads();
     const uint32_t row = threadIdx.x / kRankGranule;
     const uint32_t rank = threadIdx.x % kRankGranule;
     if (row < rows) {
-        const uint32_t chunks = chunks_of_block(p, work.k_block);
-        const float* from = exchange + row * kExchangePitch + rank;
-        float sums[kChunksPerBlock];
-#pragma unroll
-        for (int chunk = 0; chunk < kChunksPerBlock; ++chunk) sums[chunk] = from[chunk * kSmallTileRows * kExchangePitch];
-        float total = sums[0];
-#pragma unroll
-        for (int chunk = 1; chunk < kChunksPerBlock; ++chunk) {
-            if (chunk < chunks) total += sums[chunk];
-        }
-        partials_at(p, site, work.k_block, first_position + row)[work.first_rank + rank] = total;
+        partials_at(p, site, work.k_block, first_position + row)[work.first_rank + rank] =
+            chunk_total(exchange, row, rank, chunks_of_block(p, work.k_block));
     }
     __syncthreads();
 }
@@ -204,26 +214,3 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
     wait_for_predecessor();
 }
 
-// Tiles of both kinds, 16 ranks of A in registers while the tile's rows go by, 8 at a time: where tiles are seldom full, no row is read or multiplied that is not
-// there. Partial sums are left to the expand kernel.
-__device__ __forceinline__ void shrink_streamed(const DeltaParams& p, const SiteEnds& block_ends) {
-    __shared__ float exchange[kExchangeFloats];
-    const uint32_t site_index = site_of(block_ends, blockIdx.y);
-    const uint32_t first_rank = (blockIdx.y - site_start(block_ends, site_index)) * kRankGranule;
-    const ShrinkWork work{blockIdx.x, first_rank, site_index};
-    const DeltaSite& site = p.sites[work.site];
-    const Lane lane = lane_of_thread();
-    begin_late(p);
-    const uint32_t total = tile_total(p);
-    for (uint32_t index = blockIdx.z; index < total; index += gridDim.z) {
-        const Tile tile = tile_at(p, index);
-        const Adapter adapter = adapter_of<Factor::kA>(p, site, tile.entry);
-        if (!tile_in_pass(p, tile) || work.first_rank >= adapter.rank) continue;
-        WeightChunk<true> a;
-        a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
-        const __nv_bfloat16* row = x_pointer(p, tile, lane.group);
-        wait_late();
-        shrink_rows8<true, false>(p, site, work, tile, a, row, exchange);
-    }
-    wait_late();
-}

@@ -1,4 +1,5 @@
 #include "shrink.cuh"
+#include "shrink_streamed.cuh"
 #include "shrink_tiled.cuh"
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 4)
@@ -12,8 +13,13 @@ lora_shrink_small_ranks(const __grid_constant__ DeltaParams p, const SiteEnds bl
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 3)
-lora_shrink_streamed(const __grid_constant__ DeltaParams p, const SiteEnds block_ends, uint32_t) {
-    shrink_streamed(p, block_ends);
+lora_shrink_streamed_16(const __grid_constant__ DeltaParams p, uint32_t shares, uint32_t) {
+    shrink_streamed<1>(p, shares);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
+lora_shrink_streamed_32(const __grid_constant__ DeltaParams p, uint32_t shares, uint32_t) {
+    shrink_streamed<2>(p, shares);
 }
 
 extern "C" __global__ void __launch_bounds__(kShrinkThreads, 1)

@@ -235,6 +235,9 @@ impl LoraBackend for CudaBackend {
             Kernel::ShrinkMixed | Kernel::ShrinkMixedLow | Kernel::ShrinkUnaligned => {
                 (&raw mut plan.k_parts).cast()
             }
+            Kernel::ShrinkStreamed16 | Kernel::ShrinkStreamed32 => {
+                (&raw mut plan.tile_shares).cast()
+            }
             _ => (&raw mut plan.shrink_ends).cast(),
         };
         let mut shrink = [
@@ -245,7 +248,7 @@ impl LoraBackend for CudaBackend {
         self.enqueue(&plan.shrink, stream, &mut shrink)?;
         // What follows starts when all blocks of the shrink kernel have waited for the grouping.
         params.flags |= FLAG_TILES_READY;
-        if plan.shrink.kernel == Kernel::ShrinkStreamed {
+        if plan.shrink.kernel.leaves_sums_open() {
             params.flags |= FLAG_OPEN_SUMS;
         }
         if let Some(sum) = &plan.sum {

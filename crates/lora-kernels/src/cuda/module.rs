@@ -23,7 +23,9 @@ pub enum Kernel {
     /// The same, several times 16 ranks a block.
     ShrinkSmallRanks,
     /// The same, tiles of up to 128 rows that pass by 16 ranks of A in registers.
-    ShrinkStreamed,
+    ShrinkStreamed16,
+    /// The same by 32 ranks, of one site or two.
+    ShrinkStreamed32,
     /// The same, tiles of up to 128 rows, up to 96 ranks a block.
     ShrinkMixed,
     /// The same with less shared memory.
@@ -68,14 +70,15 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
         Self::GroupManyExperts,
         Self::ShrinkSmall,
         Self::ShrinkSmallRanks,
-        Self::ShrinkStreamed,
+        Self::ShrinkStreamed16,
+        Self::ShrinkStreamed32,
         Self::ShrinkMixed,
         Self::ShrinkMixedLow,
         Self::ShrinkUnaligned,
@@ -107,7 +110,8 @@ impl Kernel {
             Self::GroupManyExperts => "lora_group_many_experts",
             Self::ShrinkSmall => "lora_shrink_small",
             Self::ShrinkSmallRanks => "lora_shrink_small_ranks",
-            Self::ShrinkStreamed => "lora_shrink_streamed",
+            Self::ShrinkStreamed16 => "lora_shrink_streamed_16",
+            Self::ShrinkStreamed32 => "lora_shrink_streamed_32",
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkMixedLow => "lora_shrink_mixed_low",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
@@ -157,6 +161,11 @@ impl Kernel {
         }
     }
 
+    /// Whether the sums of k blocks of large tiles are left to the expand kernel.
+    pub(super) fn leaves_sums_open(self) -> bool {
+        matches!(self, Self::ShrinkStreamed16 | Self::ShrinkStreamed32)
+    }
+
     fn module(self) -> ModuleName {
         match self {
             Self::GroupRows | Self::GroupExperts | Self::GroupManyRows | Self::GroupManyExperts => {
@@ -164,7 +173,8 @@ impl Kernel {
             }
             Self::ShrinkSmall
             | Self::ShrinkSmallRanks
-            | Self::ShrinkStreamed
+            | Self::ShrinkStreamed16
+            | Self::ShrinkStreamed32
             | Self::ShrinkMixed
             | Self::ShrinkMixedLow
             | Self::ShrinkUnaligned

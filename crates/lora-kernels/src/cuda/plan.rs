@@ -11,7 +11,7 @@ use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD_16, EXPAND_AHEAD_64,
     EXPAND_THREADS, EXPAND_UNIT_ROWS, FLAG_SPREAD, GROUP_BLOCKS, GroupParams, LARGE_TILE_ROWS,
     MAX_GROUP_THREADS, MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS,
-    SUM_THREADS, WARP_OUTPUTS,
+    STREAM_SLOTS, SUM_THREADS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -28,6 +28,8 @@ pub struct DeltaPlan {
     pub shrink_groups: u32,
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
+    /// Shares of a tile's rows that blocks of the shrink grid of spread rows take.
+    pub tile_shares: u32,
     /// The k blocks of large tiles added up, where there may be any and expand blocks do not do it themselves.
     pub sum: Option<KernelPlan<Kernel>>,
     /// `@ B^T` and the fold.
@@ -64,14 +66,14 @@ const EXCHANGE_BYTES: u32 = SHRINK_THREADS / 32 * SMALL_TILE_ROWS * EXCHANGE_PIT
 const MOST_GRID_YZ: u32 = 65_535;
 /// Waves of blocks that a grid over both kinds of tile has at most; blocks loop over the rest.
 const MIXED_WAVES: u32 = 8;
-/// Largest padded rank of spread rows whose tiles pass by A in registers: each 16 ranks read x again.
+/// Largest padded rank of spread rows whose tiles pass by A in registers: every 32 ranks read x again.
 const MOST_STREAMED_RANK: u32 = 32;
 /// The same where there are fewer rows an entry than [`FEW_ROWS_AN_ENTRY`], so that x is little beside A.
 const MOST_STREAMED_RANK_OF_FEW: u32 = 64;
 /// A quarter of a large tile.
 const FEW_ROWS_AN_ENTRY: u32 = LARGE_TILE_ROWS / 4;
-/// Blocks of that kernel that a multiprocessor runs at once.
-const STREAMED_BLOCKS_A_UNIT: u32 = 3;
+/// Most shares of a tile: the rows that each still has are worth loading A for.
+const MOST_SHARES: u32 = 8;
 /// Slices of a large tile that are summed by a block each; more would have too little to do.
 const MOST_SLICES_OF_A_TILE: u32 = 16;
 /// Parts of the k blocks that are considered.
@@ -82,6 +84,7 @@ struct ShrinkPlan {
     ends: [u32; MAX_SITES],
     groups: u32,
     parts: u32,
+    shares: u32,
 }
 
 /// The plan for `problem` on a GPU: the kernels of the first launch, which is the largest where passes of rows or groups of
@@ -141,13 +144,14 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
     });
     let expand = plan_expand(params, max_rank, kernel, block_ends);
-    let open = shrink.launch.kernel == Kernel::ShrinkStreamed;
+    let open = shrink.launch.kernel.leaves_sums_open();
     let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params, max_rank));
     DeltaPlan {
         shrink: shrink.launch,
         shrink_ends: shrink.ends,
         shrink_groups: shrink.groups,
         k_parts: shrink.parts,
+        tile_shares: shrink.shares,
         sum,
         expand,
         block_ends,
@@ -186,25 +190,7 @@ fn plan_shrink(
         MOST_STREAMED_RANK
     };
     if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= most_streamed {
-        let blocks = params.k_blocks * groups;
-        let most_tiles =
-            (MIXED_WAVES * STREAMED_BLOCKS_A_UNIT * caps.units).div_ceil(blocks.max(1));
-        let launch = KernelPlan {
-            kernel: Kernel::ShrinkStreamed,
-            grid: [
-                params.k_blocks,
-                groups,
-                params.max_tiles.min(most_tiles.clamp(1, MOST_GRID_YZ)),
-            ],
-            block: SHRINK_THREADS,
-            shared_bytes: 0,
-        };
-        return ShrinkPlan {
-            launch,
-            ends: group_ends,
-            groups: 1,
-            parts: params.k_blocks,
-        };
+        return plan_streamed(params, group_ends, caps);
     }
     let (sets, set_groups) = group_sets(groups);
     let stages = |stage_k| stage_bytes(set_groups * RANK_GRANULE, stage_k);
@@ -231,6 +217,7 @@ fn plan_shrink(
         ends: group_ends,
         groups: set_groups,
         parts,
+        shares: 1,
     }
 }
 
@@ -278,6 +265,35 @@ fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCap
         ends,
         groups,
         parts: params.k_blocks,
+        shares: 1,
+    }
+}
+
+/// The shrink of spread rows: as many blocks as run at once, which take equally many tiles one after the other; where there are fewer tiles than that, equal shares of
+/// their rows.
+fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps) -> ShrinkPlan {
+    let groups = ends[MAX_SITES - 1];
+    let (kernel, groups_a_block, blocks_a_unit) = match groups {
+        0..=1 => (Kernel::ShrinkStreamed16, 1, 3),
+        _ => (Kernel::ShrinkStreamed32, 2, 2),
+    };
+    let sets = groups.div_ceil(groups_a_block).max(1);
+    let room =
+        (caps.units * blocks_a_unit / (params.k_blocks * sets).max(1)).clamp(1, MOST_GRID_YZ);
+    let shares = (room / params.max_tiles.max(1)).clamp(1, MOST_SHARES);
+    let items = usual_tiles(params).max(1) * shares;
+    let turns = items.div_ceil(room);
+    ShrinkPlan {
+        launch: KernelPlan {
+            kernel,
+            grid: [params.k_blocks, sets, items.div_ceil(turns)],
+            block: SHRINK_THREADS,
+            shared_bytes: STREAM_SLOTS * SMALL_TILE_ROWS * BLOCK_K * 2,
+        },
+        ends,
+        groups: 1,
+        parts: params.k_blocks,
+        shares,
     }
 }
 
@@ -327,7 +343,7 @@ fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
 
 /// Small tiles of rows that are spread evenly over as many entries as there can be. Only uneven batches have more.
 fn usual_tiles(params: &DeltaParams) -> u32 {
-    let even = params.rows.div_ceil(SMALL_TILE_ROWS);
+    let even = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
     even.max(params.slots.min(params.rows))
         .min(params.max_tiles)
 }

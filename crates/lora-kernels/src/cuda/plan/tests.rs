@@ -236,12 +236,12 @@ fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() 
         params.flags = flags;
         plan_delta(&params, &gb10()).shrink.kernel
     };
-    assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
-    assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed);
+    assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
+    assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixedLow);
     assert_eq!(
         kernel(64, 32 * 128 - 1, FLAG_SPREAD),
-        Kernel::ShrinkStreamed
+        Kernel::ShrinkStreamed32
     );
     assert_eq!(kernel(64, 32 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
     assert_eq!(
@@ -250,6 +250,37 @@ fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() 
     );
     assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
+}
+
+#[test]
+fn blocks_of_spread_rows_take_equally_many_tiles_or_shares_of_them() {
+    let plan = |entries, rank, sites: &[u32]| {
+        let mut params = params(&Problem::uniform(8192, entries, rank, (2048, sites)));
+        params.flags = FLAG_SPREAD;
+        plan_delta(&params, &gb10())
+    };
+    // 96 blocks at once of 48 multiprocessors; two k blocks, one set of two sites' 16 ranks.
+    let two_sites = plan(128, 16, &[768, 768]);
+    assert_eq!(two_sites.shrink.grid, [2, 1, 43]);
+    assert_eq!(two_sites.shrink.shared_bytes, 2 * 8 * 1024 * 2);
+    assert_eq!((two_sites.tile_shares, two_sites.sum), (1, None));
+    // 144 blocks at once; 64 full tiles of 8 entries.
+    let one_site = plan(8, 16, &[2048]);
+    assert_eq!(one_site.shrink.kernel, Kernel::ShrinkStreamed16);
+    assert_eq!(
+        (one_site.shrink.grid, one_site.tile_shares),
+        ([2, 1, 64], 1)
+    );
+    let few_tiles = DeltaParams {
+        max_tiles: 8,
+        flags: FLAG_SPREAD,
+        ..params(&Problem::uniform(1024, 8, 16, (1024, &[2048])))
+    };
+    let few_tiles = plan_delta(&few_tiles, &gb10());
+    assert_eq!(
+        (few_tiles.shrink.grid, few_tiles.tile_shares),
+        ([1, 1, 64], 8)
+    );
 }
 
 #[test]
@@ -297,6 +328,9 @@ proptest! {
         let all: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
         if plan.shrink.kernel == Kernel::ShrinkMixedLow || plan.shrink.kernel == Kernel::ShrinkUnaligned {
             prop_assert!(plan.shrink.grid[0] / plan.k_parts * plan.shrink_groups >= all, "{}", plan.shrink);
+        } else if plan.shrink.kernel.leaves_sums_open() {
+            let groups_a_block = if plan.shrink.kernel == Kernel::ShrinkStreamed16 { 1 } else { 2 };
+            prop_assert_eq!(plan.shrink.grid[1], all.div_ceil(groups_a_block));
         } else {
             let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
             prop_assert_eq!(plan.shrink.grid[1], groups);
