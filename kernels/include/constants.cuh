@@ -19,6 +19,7 @@ constexpr int kWarpOutputs = 64;
 constexpr int kExpandUnitRows = 16;
 constexpr int kExpandAhead16 = 4;
 constexpr int kExpandAhead64 = 2;
+constexpr int kSpreadAhead = 4;
 constexpr int kMaxGroupThreads = 1024;
 constexpr int kGroupBlocks = 8;
 constexpr int kRowThreads = 256;

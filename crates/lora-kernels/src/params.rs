@@ -59,6 +59,9 @@ pub(crate) const EXPAND_AHEAD_16: u32 = 4;
 /// The same, up to 64 ranks.
 pub(crate) const EXPAND_AHEAD_64: u32 = 2;
 
+/// Times 8 base rows that a thread of an expand block over spread rows has room for.
+pub(crate) const SPREAD_AHEAD: u32 = 4;
+
 /// Most threads of a block that groups rows, and most rows that one block groups.
 pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
 

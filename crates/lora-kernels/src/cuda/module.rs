@@ -44,7 +44,11 @@ pub enum Kernel {
     ExpandMixed16,
     /// The same, padded rank up to 64.
     ExpandMixed64,
-    /// The same, any padded rank, and out that is not in whole, aligned runs of 8.
+    /// Expand and fold of spread rows, tiles of up to 128 rows, padded rank 16, sums of k blocks still to be added.
+    ExpandSpread16,
+    /// The same, padded rank up to 32.
+    ExpandSpread32,
+    /// Expand and fold, any padded rank, and out that is not in whole, aligned runs of 8.
     ExpandAny,
     /// Largest absolute difference of each row of two tables.
     RowDiff,
@@ -70,7 +74,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 30] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -88,6 +92,8 @@ impl Kernel {
         Self::ExpandSmall64,
         Self::ExpandMixed16,
         Self::ExpandMixed64,
+        Self::ExpandSpread16,
+        Self::ExpandSpread32,
         Self::ExpandAny,
         Self::RowDiff,
         Self::GatherRows,
@@ -121,6 +127,8 @@ impl Kernel {
             Self::ExpandSmall64 => "lora_expand_small_64",
             Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
+            Self::ExpandSpread16 => "lora_expand_spread_16",
+            Self::ExpandSpread32 => "lora_expand_spread_32",
             Self::ExpandAny => "lora_expand_any",
             Self::RowDiff => "lora_row_diff",
             Self::GatherRows => "lora_gather_rows",
@@ -184,6 +192,8 @@ impl Kernel {
             | Self::ExpandSmall64
             | Self::ExpandMixed16
             | Self::ExpandMixed64
+            | Self::ExpandSpread16
+            | Self::ExpandSpread32
             | Self::ExpandAny => ModuleName::Expand,
             Self::RowDiff | Self::GatherRows | Self::ReplaceRows => ModuleName::OverlayRows,
             Self::HeadFewDeep

@@ -11,7 +11,7 @@ use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, EXPAND_AHEAD_16, EXPAND_AHEAD_64,
     EXPAND_THREADS, EXPAND_UNIT_ROWS, FLAG_SPREAD, GROUP_BLOCKS, GroupParams, LARGE_TILE_ROWS,
     MAX_GROUP_THREADS, MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS,
-    STREAM_SLOTS, SUM_THREADS, WARP_OUTPUTS,
+    SPREAD_AHEAD, STREAM_SLOTS, SUM_THREADS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -55,6 +55,10 @@ const SMALL_BLOCKS_A_UNIT: u64 = 5;
 const SMALL_64_BLOCKS_A_UNIT: u64 = 4;
 /// Runs of outputs that a block of those makes at most.
 const MOST_SMALL_RUNS: u32 = 6;
+/// Blocks of [`Kernel::ExpandSpread16`] or [`Kernel::ExpandSpread32`] that a multiprocessor runs at once.
+const SPREAD_BLOCKS_A_UNIT: u64 = 4;
+/// Runs of outputs that a block of those makes at most.
+const MOST_SPREAD_RUNS: u32 = 8;
 
 /// Outputs that an expand block makes at a time.
 const EXPAND_BLOCK_OUTPUTS: u32 = EXPAND_THREADS / 32 * WARP_OUTPUTS;
@@ -138,13 +142,13 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
     let shrink = plan_shrink(params, sites, small, caps);
-    let kernel = expand_kernel(sites, max_rank, small);
+    let open = shrink.launch.kernel.leaves_sums_open();
+    let kernel = expand_kernel(sites, max_rank, small, open);
     let expand_runs = expand_runs(params, sites, kernel, caps);
     let block_ends = ends(sites, |site| {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
     });
     let expand = plan_expand(params, max_rank, kernel, block_ends);
-    let open = shrink.launch.kernel.leaves_sums_open();
     let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params, max_rank));
     DeltaPlan {
         shrink: shrink.launch,
@@ -341,14 +345,15 @@ fn k_parts(params: &DeltaParams, sets: u32, caps: &DeviceCaps) -> u32 {
         .unwrap_or(1)
 }
 
-/// Small tiles of rows that are spread evenly over as many entries as there can be. Only uneven batches have more.
+/// Tiles of rows that are spread evenly over as many entries as there can be. Only uneven batches have more.
 fn usual_tiles(params: &DeltaParams) -> u32 {
     let even = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
     even.max(params.slots.min(params.rows))
         .min(params.max_tiles)
 }
 
-fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool) -> Kernel {
+/// `open`: the sums of large tiles are still to be added up.
+fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool, open: bool) -> Kernel {
     let whole = |site: &DeltaSite| {
         site.out.is_multiple_of(16)
             && site.out_stride.is_multiple_of(8)
@@ -359,6 +364,8 @@ fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool) -> Kernel {
         (true, 0..=16) => Kernel::ExpandSmall16,
         (true, 17..=32) => Kernel::ExpandSmall32,
         (true, 33..=64) => Kernel::ExpandSmall64,
+        (false, 0..=16) if open => Kernel::ExpandSpread16,
+        (false, 17..=32) if open => Kernel::ExpandSpread32,
         (false, 0..=16) => Kernel::ExpandMixed16,
         (false, 17..=64) => Kernel::ExpandMixed64,
         (_, 65..) => Kernel::ExpandAny,
@@ -376,6 +383,10 @@ fn plan_expand(
     let shared_bytes = match kernel {
         Kernel::ExpandMixed16 => base_bytes(EXPAND_AHEAD_16) + xa_bytes(LARGE_TILE_ROWS),
         Kernel::ExpandMixed64 => base_bytes(EXPAND_AHEAD_64) + xa_bytes(LARGE_TILE_ROWS),
+        Kernel::ExpandSpread16 | Kernel::ExpandSpread32 => {
+            let base = SPREAD_AHEAD * SMALL_TILE_ROWS * EXPAND_BLOCK_OUTPUTS * 2;
+            base + xa_bytes(LARGE_TILE_ROWS)
+        }
         Kernel::ExpandAny => xa_bytes(LARGE_TILE_ROWS / 2),
         _ => xa_bytes(SMALL_TILE_ROWS),
     };
@@ -405,16 +416,21 @@ fn expand_runs(
     };
     let units = u64::from(caps.units.max(1));
     // Setting up a block costs what a run does; blocks of a wave end together.
-    let soonest = |room: u64| {
+    let soonest = |room: u64, most_runs: u32| {
         let cost = |runs: u32| {
             let waves = blocks(runs, usual_tiles(params)).div_ceil(room);
             waves * u64::from(1 + runs)
         };
-        (1..=MOST_SMALL_RUNS).min_by_key(|&runs| cost(runs))
+        (1..=most_runs).min_by_key(|&runs| cost(runs))
     };
     let runs = match kernel {
-        Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => soonest(units * SMALL_BLOCKS_A_UNIT),
-        Kernel::ExpandSmall64 => soonest(units * SMALL_64_BLOCKS_A_UNIT),
+        Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => {
+            soonest(units * SMALL_BLOCKS_A_UNIT, MOST_SMALL_RUNS)
+        }
+        Kernel::ExpandSmall64 => soonest(units * SMALL_64_BLOCKS_A_UNIT, MOST_SMALL_RUNS),
+        Kernel::ExpandSpread16 | Kernel::ExpandSpread32 => {
+            soonest(units * SPREAD_BLOCKS_A_UNIT, MOST_SPREAD_RUNS)
+        }
         _ => None,
     };
     runs.unwrap_or(1)

@@ -284,6 +284,31 @@ fn blocks_of_spread_rows_take_equally_many_tiles_or_shares_of_them() {
 }
 
 #[test]
+fn expand_blocks_of_spread_rows_are_as_long_as_end_soonest() {
+    let h200 = DeviceCaps {
+        units: 132,
+        ..gb10()
+    };
+    let expand = |entries, rank, k_in, sites: &[u32]| {
+        let mut params = params(&Problem::uniform(8192, entries, rank, (k_in, sites)));
+        params.flags = FLAG_SPREAD;
+        let plan = plan_delta(&params, &h200);
+        (plan.expand.kernel, plan.expand_runs)
+    };
+    let gate_up = |entries, rank| expand(entries, rank, 2048, &[768, 768]);
+    let down = |entries, rank| expand(entries, rank, 768, &[2048]);
+    // 528 blocks at once: 512 tiles, a block each, are one wave.
+    assert_eq!(gate_up(128, 16), (Kernel::ExpandSpread16, 2));
+    assert_eq!(down(128, 16), (Kernel::ExpandSpread16, 2));
+    assert_eq!(gate_up(512, 32), (Kernel::ExpandSpread32, 3));
+    assert_eq!(down(512, 32), (Kernel::ExpandSpread32, 8));
+    assert_eq!(down(512, 33).0, Kernel::ExpandMixed64);
+    assert_eq!(expand(128, 16, 2048, &[767]).0, Kernel::ExpandAny);
+    // Where x is not aligned, a kernel of its own adds the k blocks up.
+    assert_eq!(expand(128, 16, 2047, &[768]).0, Kernel::ExpandMixed16);
+}
+
+#[test]
 fn sites_beyond_one_launch_count_as_further_launches() {
     let plan = plan(&Problem::uniform(9000, 3, 16, (4096, &[64; 5])), &gb10());
     assert_eq!(plan.launches, 2 * 2);
