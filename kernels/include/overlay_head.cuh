@@ -428,8 +428,9 @@ struct Head {
         const uint32_t end = min(first + kOwnRows, item.count);
         const uint32_t mmas = first < end ? (item.id_count + 15) / 16 * ((end - first + 7) / 8) : 0;
         if (threadIdx.x == 0) barrier_expect(arrived, kLogitParts * mmas * kMmaSums * sizeof(float));
+        // A block without rows of the item waits too, for nothing but its own arrival: a barrier is waited for in every phase.
+        barrier_wait(arrived, turn & 1);
         if (first < end) {
-            barrier_wait(arrived, turn & 1);
             store<kOwnRows>(item, first, end, [&](uint32_t row, uint32_t id) {
                 const float* at = sums() + sent_at(row, id);
                 float total = at[0];
