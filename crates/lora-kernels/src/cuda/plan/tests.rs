@@ -1,5 +1,7 @@
+use super::shrink::{EXCHANGE_BYTES, group_sets};
 use super::*;
 use crate::ProblemSite;
+use crate::params::{FLAG_SPREAD, GroupParams};
 use proptest::prelude::*;
 
 /// Shared memory of a block of GB10, bytes.
