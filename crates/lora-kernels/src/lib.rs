@@ -73,7 +73,7 @@ mod weights;
 pub use backend::{DeviceCaps, LoraBackend, Stream};
 pub use buffer::DeviceBuffer;
 pub use error::{KernelError, Operand};
-pub use groups::{ExpertRouting, ExpertSpace, Grouping, RowGroups, RowGroupsSpec, max_tiles};
+pub use groups::{ExpertRouting, ExpertSpace, Grouping, RowGroups, RowGroupsSpec};
 pub use launch::{
     Applied, LaunchContext, LaunchOptions, LoraKernels, PairSite, RouteSite, RoutedX, SiteKind,
     Skip, apply_lora_bgmv, apply_lora_delta,

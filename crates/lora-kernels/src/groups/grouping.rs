@@ -59,7 +59,7 @@ impl Grouping {
 /// It is the exact maximum, not an estimate. The first tile of a group costs one row, so as many groups as there can be come first. A further small tile costs
 /// [`SMALL_TILE_ROWS`] rows, until a group has the most that `small_max` lets it have. What is left is worth most in a single group cut large,
 /// whose further tiles cost [`LARGE_TILE_ROWS`] each.
-pub fn max_tiles(rows: u32, entries: u32, small_max: u32) -> u32 {
+pub(super) fn max_tiles(rows: u32, entries: u32, small_max: u32) -> u32 {
     // Products of three 32-bit values: 128 bits hold them all.
     let (small, large) = (u128::from(SMALL_TILE_ROWS), u128::from(LARGE_TILE_ROWS));
     let groups = u128::from(rows.min(entries));

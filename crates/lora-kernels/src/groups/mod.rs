@@ -4,7 +4,8 @@ mod experts;
 mod grouping;
 
 pub use experts::{ExpertRouting, ExpertSpace};
-pub use grouping::{Grouping, max_tiles};
+pub use grouping::Grouping;
+use grouping::max_tiles;
 
 use crate::{
     DeviceBuffer, GroupParams, KernelError, LARGE_TILE_ROWS, LoraBackend, MAX_ENTRIES, MAX_ROWS,
@@ -143,11 +144,6 @@ impl RowGroups {
             spec,
             rows: 0,
         })
-    }
-
-    /// Most tiles that `rows` rows over `entries` entries can give; see [`max_tiles`].
-    pub fn max_tiles(rows: u32, entries: u32, small_max: u32) -> u32 {
-        max_tiles(rows, entries, small_max)
     }
 
     /// What it has room for.

@@ -75,7 +75,7 @@ fn shrink_blocks_of_a_moe_block_loop_where_more_tiles_may_be_than_two_waves() {
         let mut params = params(&Problem::uniform(rows, entries, 16, (2048, &[768, 768])));
         params.flags = FLAG_SPREAD;
         params.tile_rows = SMALL_TILE_ROWS;
-        params.max_tiles = crate::RowGroups::max_tiles(rows, entries, rows);
+        params.max_tiles = crate::RowGroupsSpec::experts(rows, entries, 48).max_tiles();
         (
             params.max_tiles,
             plan_delta(&params, &h200()).shrink.grid[2],
