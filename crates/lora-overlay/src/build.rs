@@ -52,12 +52,29 @@ struct Compact {
     extension: Option<Extension>,
 }
 
+/// What was launched; dropped, it waits. It stands before the memory that the launch works on, so that where building fails this is not freed too early.
+struct Running<'a>(OverlayBuilder<'a>);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        // A device that cannot be waited for says so again to whoever uses it next.
+        let _ = self.0.backend.synchronize(self.0.stream);
+    }
+}
+
 /// Rows of the adapter's own table beside those of the served one.
-enum Comparison {
+enum Comparison<'a> {
     /// So many, all taken: there is nothing to compare them with.
     AllOf(u32),
-    /// Being compared, and where the host reads their distances.
-    Distances(DeviceBuffer, Box<dyn StagingBuffer>),
+    /// Being compared.
+    Distances(Distances<'a>),
+}
+
+/// Distances of rows, and where the host reads them.
+struct Distances<'a> {
+    _running: Running<'a>,
+    device: DeviceBuffer,
+    host: Box<dyn StagingBuffer>,
 }
 
 /// Memory of a slot map, on both sides; on the host's no id has a place yet.
@@ -73,7 +90,8 @@ struct SentSlotMap {
 }
 
 /// Rows that the device is copying together, and the list that says from where.
-struct Gather {
+struct Gather<'a> {
+    running: Running<'a>,
     rows: DeviceBuffer,
     sources: Vec<u32>,
     list: DeviceBuffer,
@@ -188,7 +206,7 @@ fn head_sources(raw: &OverlayRaw, is_tied: bool) -> Result<Head<'_>, OverlayErro
     }))
 }
 
-impl OverlayBuilder<'_> {
+impl<'a> OverlayBuilder<'a> {
     fn on(&self) -> (&dyn LoraBackend, Stream) {
         (&**self.backend, self.stream)
     }
@@ -251,7 +269,7 @@ impl OverlayBuilder<'_> {
         &self,
         base: Option<MatRef<'_>>,
         served: &ServedTable<'_>,
-    ) -> Result<Comparison, OverlayError> {
+    ) -> Result<Comparison<'a>, OverlayError> {
         let Some(base) = base else {
             return Ok(Comparison::AllOf(0));
         };
@@ -261,10 +279,15 @@ impl OverlayBuilder<'_> {
         };
         let (a, b) = (base.row_range(0..rows)?, values.row_range(0..rows)?);
         let bytes = rows * size_of::<f32>();
-        let mut distances = DeviceBuffer::zeroed(self.memory(), bytes as u64)?;
-        row_diff(self.on(), a, b, distances.f32_mat_mut(1, rows, rows)?)?;
-        let staging = self.memory().stage(bytes).map_err(KernelError::from)?;
-        Ok(Comparison::Distances(distances, staging))
+        let mut device = DeviceBuffer::zeroed(self.memory(), bytes as u64)?;
+        row_diff(self.on(), a, b, device.f32_mat_mut(1, rows, rows)?)?;
+        let _running = Running(*self);
+        let host = self.memory().stage(bytes).map_err(KernelError::from)?;
+        Ok(Comparison::Distances(Distances {
+            _running,
+            device,
+            host,
+        }))
     }
 
     fn slot_map_room(&self, vocab: u32) -> Result<SlotMapRoom, KernelError> {
@@ -278,17 +301,18 @@ impl OverlayBuilder<'_> {
     /// Ids whose row of the adapter's own table is taken, among those that both tables have. Waits for the comparison.
     fn differing(
         &self,
-        comparison: Comparison,
+        comparison: Comparison<'_>,
         trained: &TrainedTokens,
     ) -> Result<(Vec<u32>, RowDifference), OverlayError> {
         match comparison {
             Comparison::AllOf(over) => Ok(((0..over).collect(), RowDifference { over, under: 0 })),
-            Comparison::Distances(distances, mut staging) => {
+            Comparison::Distances(mut distances) => {
                 self.backend.synchronize(self.stream)?;
-                let landed = self.memory().download(distances.ptr(), staging.bytes_mut());
+                let host = distances.host.bytes_mut();
+                let landed = self.memory().download(distances.device.ptr(), host);
                 landed.map_err(KernelError::from)?;
-                let distances = bytemuck::cast_slice(staging.bytes());
-                Ok(self.over_threshold(distances, trained))
+                let values = bytemuck::cast_slice(distances.host.bytes());
+                Ok(self.over_threshold(values, trained))
             }
         }
     }
@@ -329,7 +353,7 @@ impl OverlayBuilder<'_> {
         ids: &[u32],
         trained: &[crate::TrainedRow],
         width: usize,
-    ) -> Result<Gather, OverlayError> {
+    ) -> Result<Gather<'a>, OverlayError> {
         let none = DeviceBuffer::zeroed(self.memory(), 0)?;
         let empty = none.mat(0, width, width)?;
         let base = sources.base.unwrap_or(empty);
@@ -354,6 +378,7 @@ impl OverlayBuilder<'_> {
             )?;
         }
         Ok(Gather {
+            running: Running(*self),
             rows,
             sources: index,
             list,
@@ -382,9 +407,10 @@ impl SentSlotMap {
     }
 }
 
-impl Gather {
-    /// The rows, and the list made one of `ids`: nothing is being copied any more.
+impl Gather<'_> {
+    /// The rows, and the list made one of `ids`, once nothing is being copied any more.
     fn finished(mut self, ids: &[u32]) -> Result<(DeviceBuffer, DeviceBuffer), KernelError> {
+        drop(self.running);
         if self.sources != ids {
             self.list.upload(0, ids)?;
         }
