@@ -1,83 +1,20 @@
 //! An overlay follows its slot: through promotion, swap, unload and failure, with nothing left behind.
 
 use crate::expected::held;
+use crate::faulty::{BROKEN, Faulty};
 use crate::world::{Parts, Table, World};
 use lora_config::AdapterConfig;
-use lora_kernels::host::{HostBackend, HostOptions};
-use lora_kernels::testing::TestBackend;
 use lora_overlay::{OverlaySlotRows, TokenOverlaySet};
-use lora_weights::device::{
-    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
-};
+use lora_weights::device::DeviceMemory;
 use lora_weights::{
     AdapterSlot, AdapterStore, LoraAdapterInput, LoraWeights, PoolSpec, Released, Unloaded,
     WeightsError,
 };
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-
-/// Uploads fail for ever.
-const BROKEN: u32 = u32::MAX;
-
-/// A host's memory whose uploads fail on demand.
-struct Memory {
-    host: Arc<HostBackend>,
-    /// 0: none fails; n: the n-th from now on.
-    fails: AtomicU32,
-}
-
-impl Memory {
-    fn upload_fails(&self) -> bool {
-        match self.fails.load(Ordering::Relaxed) {
-            0 => false,
-            BROKEN => true,
-            n => {
-                self.fails.store(n - 1, Ordering::Relaxed);
-                n == 1
-            }
-        }
-    }
-}
-
-impl DeviceMemory for Memory {
-    fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
-        self.host.alloc_zeroed(bytes)
-    }
-
-    fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
-        self.host.free(ptr)
-    }
-
-    fn memory_info(&self) -> Result<MemoryInfo, MemoryError> {
-        self.host.memory_info()
-    }
-
-    fn stage(&self, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        self.host.stage(bytes)
-    }
-
-    fn upload(
-        &self,
-        source: Box<dyn StagingBuffer>,
-        copies: &[UploadCopy],
-    ) -> Result<Box<dyn Completion>, MemoryError> {
-        if self.upload_fails() {
-            return Err(MemoryError::Driver {
-                operation: "uploading",
-                detail: "asked to fail".to_owned(),
-            });
-        }
-        self.host.upload(source, copies)
-    }
-
-    fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {
-        self.host.download(src, dst)
-    }
-}
 
 /// A pool of three slots and their overlays, all empty.
 struct Setup {
-    memory: Arc<Memory>,
+    memory: Arc<Faulty>,
     world: World,
     weights: LoraWeights,
     set: Arc<TokenOverlaySet>,
@@ -93,17 +30,8 @@ struct Named {
 
 impl Setup {
     fn new() -> Self {
-        let options = HostOptions {
-            memory_limit: Some(16 << 20),
-            ..HostOptions::default()
-        };
-        let host = Arc::new(HostBackend::with_options(options).expect("a host"));
-        let backend: TestBackend = host.clone();
-        let world = World::new(&backend, (48, 16), true);
-        let memory = Arc::new(Memory {
-            host,
-            fails: AtomicU32::new(0),
-        });
+        let memory = Faulty::new(16 << 20);
+        let world = World::new(&memory.sound(), (48, 16), true);
         let mut pool = PoolSpec::new(3, 16);
         pool.policy.overlays = true;
         pool.policy.allow_rotation = true;
@@ -126,7 +54,7 @@ impl Setup {
     }
 
     fn fail_upload(&self, n: u32) {
-        self.memory.fails.store(n, Ordering::Relaxed);
+        self.memory.fail_upload(n);
     }
 
     /// An adapter of these trained tokens; with none, one without an overlay, which the config alone names.
@@ -238,7 +166,7 @@ fn a_failed_swap_takes_its_overlay_with_it() {
         let generation = setup.weights.adapter(0).map(|adapter| adapter.generation());
         setup.fail_upload(upload);
         let swapped = setup.swap(0, "b", &[9]);
-        let reached = setup.memory.fails.swap(0, Ordering::Relaxed) == 0;
+        let reached = setup.memory.heal_uploads();
         setup.nothing_is_lost();
         match swapped {
             Ok(adapter) => {

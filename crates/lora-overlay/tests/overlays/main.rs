@@ -3,6 +3,7 @@
 mod bodies;
 mod cuda;
 mod expected;
+mod faulty;
 mod host;
 mod life;
 mod refusals;
