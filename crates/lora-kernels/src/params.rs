@@ -28,7 +28,7 @@ pub const RANKS_A_BLOCK: u32 = 64;
 /// Threads of a shrink block: a warp for each chunk of a k block.
 pub(crate) const SHRINK_THREADS: u32 = 256;
 
-/// Asynchronous stages of a shrink block over large tiles: of a chunk each, or half a one on a device with less shared memory.
+/// Asynchronous stages of a shrink block over large tiles: of a chunk each, or of half a chunk on a device with less shared memory.
 pub(crate) const SHRINK_STAGES: u32 = 3;
 
 /// Most ranks that such a block takes.
@@ -86,6 +86,9 @@ pub(crate) const HEAD_SPLIT_ROWS: u32 = 64;
 /// Its asynchronous stages.
 pub(crate) const HEAD_SPLIT_STAGES: u32 = 3;
 
+/// The same on a device with less shared memory, and for rows that are not aligned.
+pub(crate) const HEAD_LOW_STAGES: u32 = 2;
+
 /// Overlay rows that a cluster takes at a time where there are few.
 pub(crate) const HEAD_FEW_IDS: u32 = 32;
 
@@ -106,9 +109,6 @@ pub(crate) const HEAD_PAIR_TILES: u32 = 4;
 
 /// Its asynchronous stages.
 pub(crate) const HEAD_PAIR_STAGES: u32 = 3;
-
-/// The same on a device with less shared memory, and for rows that are not aligned.
-pub(crate) const HEAD_LOW_STAGES: u32 = 2;
 
 /// Hidden rows that a block takes at a time where it has the whole hidden size.
 pub(crate) const HEAD_WIDE_ROWS: u32 = 256;
