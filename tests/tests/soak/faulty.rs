@@ -1,12 +1,9 @@
-//! A host backend whose uploads fail on demand.
+//! Uploads to a host backend that fail on demand.
 
-use lora_kernels::host::{HostBackend, HostOptions};
-use lora_kernels::{
-    DeltaParams, DeviceCaps, EntryParams, GatherRowsParams, GroupParams, KernelError, LogitsParams,
-    LoraBackend, ReplaceRowsParams, RowDiffParams, Stream,
-};
+use lora_kernels::host::HostBackend;
+use lora_kernels::testing::HostHooks;
 use lora_runtime::weights::device::{
-    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+    Completion, DeviceMemory, MemoryError, StagingBuffer, UploadCopy,
 };
 use std::cell::Cell;
 use std::sync::Arc;
@@ -26,18 +23,9 @@ pub(crate) fn heal() {
     FAULT.set(None);
 }
 
-/// The host, and uploads that fail: after half of their copies, the rest of what they were to write scribbled over, since
-/// nothing may be assumed of it.
-pub(crate) struct FaultyBackend {
-    host: Arc<HostBackend>,
-}
-
-impl FaultyBackend {
-    pub(crate) fn new(options: HostOptions) -> Result<Self, KernelError> {
-        let host = Arc::new(HostBackend::with_options(options)?);
-        Ok(Self { host })
-    }
-}
+/// Uploads that fail: after half of their copies, the rest of what they were to write scribbled over, since nothing may be
+/// assumed of it.
+pub(crate) struct FaultyUploads;
 
 fn injected() -> MemoryError {
     MemoryError::Driver {
@@ -90,25 +78,10 @@ impl Drop for Failing {
     }
 }
 
-impl DeviceMemory for FaultyBackend {
-    fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
-        self.host.alloc_zeroed(bytes)
-    }
-
-    fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
-        self.host.free(ptr)
-    }
-
-    fn memory_info(&self) -> Result<MemoryInfo, MemoryError> {
-        self.host.memory_info()
-    }
-
-    fn stage(&self, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        self.host.stage(bytes)
-    }
-
+impl HostHooks for FaultyUploads {
     fn upload(
         &self,
+        host: &Arc<HostBackend>,
         source: Box<dyn StagingBuffer>,
         copies: &[UploadCopy],
     ) -> Result<Box<dyn Completion>, MemoryError> {
@@ -117,64 +90,17 @@ impl DeviceMemory for FaultyBackend {
                 heal();
                 if landing {
                     return Ok(Box::new(Failing {
-                        host: Arc::clone(&self.host),
+                        host: Arc::clone(host),
                         source: Some(source),
                         copies: copies.to_vec(),
                     }));
                 }
-                spoil(&self.host, source, copies);
+                spoil(host, source, copies);
                 return Err(injected());
             }
             Some((n, landing)) => FAULT.set(Some((n - 1, landing))),
             None => {}
         }
-        self.host.upload(source, copies)
-    }
-
-    fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {
-        self.host.download(src, dst)
-    }
-}
-
-impl LoraBackend for FaultyBackend {
-    fn caps(&self) -> &DeviceCaps {
-        self.host.caps()
-    }
-
-    fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
-        self.host.group_rows(stream, params)
-    }
-
-    fn group_experts(
-        &self,
-        stream: Stream,
-        groups: &GroupParams,
-        entries: &EntryParams,
-    ) -> Result<(), KernelError> {
-        self.host.group_experts(stream, groups, entries)
-    }
-
-    fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
-        self.host.delta(stream, params)
-    }
-
-    fn row_diff(&self, stream: Stream, params: &RowDiffParams) -> Result<(), KernelError> {
-        self.host.row_diff(stream, params)
-    }
-
-    fn gather_rows(&self, stream: Stream, params: &GatherRowsParams) -> Result<(), KernelError> {
-        self.host.gather_rows(stream, params)
-    }
-
-    fn replace_rows(&self, stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError> {
-        self.host.replace_rows(stream, params)
-    }
-
-    fn head_logits(&self, stream: Stream, params: &LogitsParams) -> Result<(), KernelError> {
-        self.host.head_logits(stream, params)
-    }
-
-    fn synchronize(&self, stream: Stream) -> Result<(), KernelError> {
-        self.host.synchronize(stream)
+        host.upload(source, copies)
     }
 }

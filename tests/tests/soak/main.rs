@@ -13,8 +13,9 @@ mod serving;
 
 use changing::Change;
 use contents::{Contents, model};
-use faulty::FaultyBackend;
+use faulty::FaultyUploads;
 use lora_kernels::host::HostOptions;
+use lora_kernels::testing::WatchedHost;
 use lora_runtime::weights::device::DeviceMemory;
 use lora_runtime::weights::{LoraModule, ModuleSet};
 use lora_runtime::{LoraRuntime, RuntimeOptions};
@@ -92,7 +93,7 @@ fn soak(memory: Memory) -> Tally {
         memory_limit: Some(64 << 20),
         ..HostOptions::default()
     };
-    let backend = Arc::new(FaultyBackend::new(options).expect("a host backend"));
+    let backend = Arc::new(WatchedHost::new(options, FaultyUploads).expect("a host backend"));
     let free = || backend.memory_info().expect("a host knows").free;
     let free_before = free();
     let mut runtime_options = RuntimeOptions::new(SLOTS, 1);

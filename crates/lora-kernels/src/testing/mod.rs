@@ -24,6 +24,7 @@ pub mod experts;
 mod gpu;
 pub(crate) mod naive;
 pub mod overlay;
+mod watched;
 
 pub use adapter::{DeviceAdapter, DeviceTables, TestAdapter};
 pub use batch::{Batch, BatchShape, SiteShape, Via};
@@ -31,6 +32,7 @@ pub use data::{Fill, Rng};
 pub use device::DeviceBatch;
 pub use gpu::GpuTest;
 pub use naive::{ExpectedRow, Verdict, naive_delta};
+pub use watched::{HostHooks, WatchedHost};
 
 use crate::LoraBackend;
 use std::sync::Arc;

@@ -1,13 +1,9 @@
 //! A host whose memory fails on demand, and which tells when memory is freed too early for a device that works on its own.
 
 use lora_kernels::host::{HostBackend, HostOptions};
-use lora_kernels::testing::TestBackend;
-use lora_kernels::{
-    DeltaParams, DeviceCaps, EntryParams, GatherRowsParams, GroupParams, KernelError, LogitsParams,
-    LoraBackend, ReplaceRowsParams, RowDiffParams, Stream,
-};
+use lora_kernels::testing::{HostHooks, WatchedHost};
 use lora_weights::device::{
-    Completion, DeviceMemory, DevicePtr, MemoryError, MemoryInfo, StagingBuffer, UploadCopy,
+    Completion, DeviceMemory, DevicePtr, MemoryError, StagingBuffer, UploadCopy,
 };
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,8 +36,20 @@ impl Countdown {
     }
 }
 
-pub(crate) struct Faulty {
-    host: Arc<HostBackend>,
+/// A host and its [`Faults`].
+pub(crate) type Faulty = WatchedHost<Faults>;
+
+/// A host with so much memory, which is there as long as nobody says otherwise.
+pub(crate) fn faulty(memory_limit: u64) -> Arc<Faulty> {
+    let options = HostOptions {
+        memory_limit: Some(memory_limit),
+        ..HostOptions::default()
+    };
+    Arc::new(WatchedHost::new(options, Faults::default()).expect("a host"))
+}
+
+#[derive(Default)]
+pub(crate) struct Faults {
     uploads: Countdown,
     calls: Countdown,
     /// Buffers of launches that nobody has waited for.
@@ -49,22 +57,7 @@ pub(crate) struct Faulty {
     freed_early: AtomicU32,
 }
 
-impl Faulty {
-    /// A host with so much memory.
-    pub(crate) fn new(memory_limit: u64) -> Arc<Self> {
-        let options = HostOptions {
-            memory_limit: Some(memory_limit),
-            ..HostOptions::default()
-        };
-        Arc::new(Self {
-            host: Arc::new(HostBackend::with_options(options).expect("a host")),
-            uploads: Countdown::default(),
-            calls: Countdown::default(),
-            in_use: Mutex::default(),
-            freed_early: AtomicU32::new(0),
-        })
-    }
-
+impl Faults {
     /// Has an upload fail.
     pub(crate) fn fail_upload(&self, n: u32) {
         self.uploads.set(n);
@@ -80,11 +73,6 @@ impl Faulty {
         self.calls.set(n);
     }
 
-    /// The host itself, whose memory is there.
-    pub(crate) fn sound(&self) -> TestBackend {
-        Arc::clone(&self.host) as Arc<_>
-    }
-
     /// Buffers freed while a launch was using them.
     pub(crate) fn freed_early(&self) -> u32 {
         self.freed_early.load(Ordering::Relaxed)
@@ -95,87 +83,32 @@ impl Faulty {
     }
 }
 
-impl DeviceMemory for Faulty {
-    fn alloc_zeroed(&self, bytes: u64) -> Result<DevicePtr, MemoryError> {
-        self.calls.check("allocating")?;
-        self.host.alloc_zeroed(bytes)
-    }
-
-    fn free(&self, ptr: DevicePtr) -> Result<(), MemoryError> {
-        if !ptr.is_null() && self.used().contains(&ptr.0) {
-            self.freed_early.fetch_add(1, Ordering::Relaxed);
-        }
-        self.host.free(ptr)
-    }
-
-    fn memory_info(&self) -> Result<MemoryInfo, MemoryError> {
-        self.host.memory_info()
-    }
-
-    fn stage(&self, bytes: usize) -> Result<Box<dyn StagingBuffer>, MemoryError> {
-        self.calls.check("allocating")?;
-        self.host.stage(bytes)
+impl HostHooks for Faults {
+    fn before(&self, operation: &'static str) -> Result<(), MemoryError> {
+        self.calls.check(operation)
     }
 
     fn upload(
         &self,
+        host: &Arc<HostBackend>,
         source: Box<dyn StagingBuffer>,
         copies: &[UploadCopy],
     ) -> Result<Box<dyn Completion>, MemoryError> {
         self.uploads.check("uploading")?;
-        self.calls.check("uploading")?;
-        self.host.upload(source, copies)
+        host.upload(source, copies)
     }
 
-    fn download(&self, src: DevicePtr, dst: &mut [u8]) -> Result<(), MemoryError> {
-        self.calls.check("downloading")?;
-        self.host.download(src, dst)
-    }
-}
-
-impl LoraBackend for Faulty {
-    fn caps(&self) -> &DeviceCaps {
-        self.host.caps()
+    fn launched(&self, addresses: &[u64]) {
+        self.used().extend(addresses);
     }
 
-    fn group_rows(&self, stream: Stream, params: &GroupParams) -> Result<(), KernelError> {
-        self.host.group_rows(stream, params)
-    }
-
-    fn group_experts(
-        &self,
-        stream: Stream,
-        groups: &GroupParams,
-        entries: &EntryParams,
-    ) -> Result<(), KernelError> {
-        self.host.group_experts(stream, groups, entries)
-    }
-
-    fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
-        self.host.delta(stream, params)
-    }
-
-    fn row_diff(&self, stream: Stream, params: &RowDiffParams) -> Result<(), KernelError> {
-        self.used().extend([params.a, params.b, params.distances]);
-        self.host.row_diff(stream, params)
-    }
-
-    fn gather_rows(&self, stream: Stream, params: &GatherRowsParams) -> Result<(), KernelError> {
-        self.used()
-            .extend([params.base, params.delta, params.index, params.out]);
-        self.host.gather_rows(stream, params)
-    }
-
-    fn replace_rows(&self, stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError> {
-        self.host.replace_rows(stream, params)
-    }
-
-    fn head_logits(&self, stream: Stream, params: &LogitsParams) -> Result<(), KernelError> {
-        self.host.head_logits(stream, params)
-    }
-
-    fn synchronize(&self, stream: Stream) -> Result<(), KernelError> {
+    fn synchronized(&self) {
         self.used().clear();
-        self.host.synchronize(stream)
+    }
+
+    fn freed(&self, ptr: DevicePtr) {
+        if !ptr.is_null() && self.used().contains(&ptr.0) {
+            self.freed_early.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }

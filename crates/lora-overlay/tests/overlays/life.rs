@@ -1,9 +1,10 @@
 //! An overlay follows its slot: through promotion, swap, unload and failure, with nothing left behind.
 
 use crate::expected::held;
-use crate::faulty::{BROKEN, Faulty};
+use crate::faulty::{BROKEN, Faulty, faulty};
 use crate::world::{Parts, Table, World};
 use lora_config::AdapterConfig;
+use lora_kernels::testing::TestBackend;
 use lora_overlay::{OverlaySlotRows, TokenOverlaySet};
 use lora_weights::device::DeviceMemory;
 use lora_weights::{
@@ -30,8 +31,8 @@ struct Named {
 
 impl Setup {
     fn new() -> Self {
-        let memory = Faulty::new(16 << 20);
-        let world = World::new(&memory.sound(), (48, 16), true);
+        let memory = faulty(16 << 20);
+        let world = World::new(&(memory.host().clone() as TestBackend), (48, 16), true);
         let mut pool = PoolSpec::new(3, 16);
         pool.policy.overlays = true;
         pool.policy.allow_rotation = true;
@@ -54,7 +55,7 @@ impl Setup {
     }
 
     fn fail_upload(&self, n: u32) {
-        self.memory.fail_upload(n);
+        self.memory.hooks().fail_upload(n);
     }
 
     /// An adapter of these trained tokens; with none, one without an overlay, which the config alone names.
@@ -166,7 +167,7 @@ fn a_failed_swap_takes_its_overlay_with_it() {
         let generation = setup.weights.adapter(0).map(|adapter| adapter.generation());
         setup.fail_upload(upload);
         let swapped = setup.swap(0, "b", &[9]);
-        let reached = setup.memory.heal_uploads();
+        let reached = setup.memory.hooks().heal_uploads();
         setup.nothing_is_lost();
         match swapped {
             Ok(adapter) => {

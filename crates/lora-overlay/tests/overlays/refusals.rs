@@ -1,6 +1,6 @@
 //! What is refused, with the numbers, and nothing left behind.
 
-use crate::faulty::Faulty;
+use crate::faulty::faulty;
 use crate::world::{EMBED, HEAD, Parts, Table, World};
 use lora_kernels::host::{HostBackend, HostOptions};
 use lora_kernels::testing::TestBackend;
@@ -104,17 +104,18 @@ fn memory_that_is_not_there_leaves_nothing_behind() {
 #[test]
 fn wherever_building_fails_what_was_launched_is_waited_for_before_memory_is_freed() {
     for call in 1.. {
-        let faulty = Faulty::new(16 << 20);
-        let backend: TestBackend = faulty.clone();
+        let host = faulty(16 << 20);
+        let backend: TestBackend = host.clone();
+        let faults = host.hooks();
         let world = World::new(&backend, (48, 16), true);
         // Rows to compare, to copy and to offer.
         let table = world.embed.moved(&[3, 7], 1.0).longer(4, 9);
         let parts = Parts::new("", [table.tensor(format!("{EMBED}.weight"))]);
         let before = free(&world);
-        faulty.fail_call(call);
+        faults.fail_call(call);
         let built = world.build(parts);
-        faulty.fail_call(0);
-        assert_eq!(faulty.freed_early(), 0, "call {call}");
+        faults.fail_call(0);
+        assert_eq!(faults.freed_early(), 0, "call {call}");
         if built.is_ok() {
             assert!(call > 10, "calls that could fail: {call}");
             return;
