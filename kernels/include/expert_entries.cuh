@@ -6,9 +6,9 @@
 
 // Asks for the lines of a list of 32-bit numbers, a thread of the grid each.
 __device__ __forceinline__ void prefetch_list(uint64_t list, uint32_t length) {
-    constexpr uint32_t kNumbersALine = 32;
+    constexpr uint32_t kNumbersALine = kLineBytes / sizeof(uint32_t);
     const uint32_t threads = gridDim.x * blockDim.x;
-    for (uint64_t at = blockIdx.x * blockDim.x + threadIdx.x; at * kNumbersALine < length; at += threads) prefetch_l2(list + at * 128);
+    for (uint64_t at = blockIdx.x * blockDim.x + threadIdx.x; at * kNumbersALine < length; at += threads) prefetch_l2(list + at * kLineBytes);
 }
 
 // A source of entries for the grouping of rows.

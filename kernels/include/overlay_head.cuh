@@ -62,8 +62,6 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t shared) {
     return v;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
 // `kBlocks` share an item's parts. `kIdWarps` warps share its ids, the others its rows, which are dealt out 16 at a time, so that few of them still keep every
 // warp busy. A stage has `kTiles` tiles of 64 columns.
 template <int kBlocks_, int kIds_, int kRows_, int kIdWarps_, int kTiles_, int kStages_, bool kAligned_>

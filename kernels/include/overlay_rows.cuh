@@ -149,8 +149,7 @@ __device__ __forceinline__ OverlaySlot overlay_of(uint64_t entries, uint32_t slo
 
 // Asks for the lines of the overlays' records, before it is known which are wanted.
 __device__ __forceinline__ void prefetch_overlays(uint64_t entries, uint32_t slots) {
-    constexpr uint32_t kLine = 128;
-    if (threadIdx.x * kLine < slots * sizeof(OverlaySlot)) prefetch_l2(entries + threadIdx.x * kLine);
+    if (threadIdx.x * kLineBytes < slots * sizeof(OverlaySlot)) prefetch_l2(entries + threadIdx.x * kLineBytes);
 }
 
 __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {

@@ -85,8 +85,12 @@ __device__ __forceinline__ uint4 load16_if(bool present, const void* base) {
 
 #undef LORA_LOAD16_IF
 
+constexpr uint32_t kLineBytes = 128;
+
 // Asks for the line of an address in L2, whatever may still be written to it.
-__device__ __forceinline__ void prefetch_l2(uint64_t address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+__device__ __forceinline__ void prefetch_l2(uint64_t address) { prefetch_l2(reinterpret_cast<const void*>(address)); }
 
 // D = A * B + D on one 16x8x16 BF16 tile with FP32 sums.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

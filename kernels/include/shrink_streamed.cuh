@@ -68,8 +68,6 @@ struct XStream {
     }
 };
 
-constexpr uint32_t kLineBytes = 128;
-
 // Asks for a k block of 16 ranks of A in L2, a line a thread.
 __device__ __forceinline__ void prefetch_a(const DeltaParams& p, uint64_t matrix, uint32_t rank, const ShrinkWork& work) {
     constexpr uint32_t kLines = kBlockK * 2 / kLineBytes;
