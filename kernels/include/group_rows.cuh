@@ -23,9 +23,13 @@ constexpr uint32_t kRowMask = kMaxGroupThreads - 1;
 struct SlotSource {
     const int32_t* slots;
 
+    using Asked = uint32_t;
+
     __device__ __forceinline__ void prefetch(uint32_t) const {}
     __device__ __forceinline__ void prepare() {}
-    __device__ __forceinline__ uint32_t entry_of(uint32_t row) const { return static_cast<uint32_t>(__ldcg(slots + row)); }
+    __device__ __forceinline__ void settle() {}
+    __device__ __forceinline__ Asked ask(uint32_t row) const { return static_cast<uint32_t>(__ldcg(slots + row)); }
+    __device__ __forceinline__ uint32_t entry_of(Asked asked, uint32_t) const { return asked; }
 };
 
 __device__ __forceinline__ uint32_t lanes_before() { return (1u << threadIdx.x % 32) - 1; }
@@ -116,8 +120,10 @@ __device__ __forceinline__ void group_sorted(const GroupParams& p, Source& sourc
     source.prepare();
     const uint32_t at = threadIdx.x;
     const uint32_t warps = blockDim.x / 32;
-    const uint32_t entry = at < p.rows ? source.entry_of(at) : kNoEntry;
-    const uint32_t key = sorted_key(entry < p.slots ? entry << kRowBits | at : kNoEntry, exchange);
+    const auto asked = source.ask(min(at, p.rows - 1));
+    source.settle();
+    const uint32_t entry = source.entry_of(asked, min(at, p.rows - 1));
+    const uint32_t key = sorted_key(at < p.rows && entry < p.slots ? entry << kRowBits | at : kNoEntry, exchange);
     const bool routed = key != kNoEntry;
 
     if (at % 32 == 31) last_key[at / 32] = key;
@@ -179,7 +185,9 @@ __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& sour
     wait_for_predecessor();
     source.prepare();
     const uint32_t at = threadIdx.x;
-    const uint32_t entry = source.entry_of(min(at, p.rows - 1));
+    const auto asked = source.ask(min(at, p.rows - 1));
+    source.settle();
+    const uint32_t entry = source.entry_of(asked, min(at, p.rows - 1));
     const bool routed = at < p.rows && entry < p.slots;
     const uint32_t peers = lanes_alike(entry, routed, p.slots);
     const uint32_t earlier = __popc(peers & lanes_before());
@@ -250,24 +258,26 @@ __device__ __forceinline__ uint32_t tallied_before(const uint4 (&tallies)[2], ui
     return tallied(before);
 }
 
-// Counts the slice's rows; several loads are in flight. The entry of the thread's first row.
+// Counts the slice's rows, of which the thread's first one takes `own_entry`; several loads are in flight.
 template <typename Source>
-__device__ __forceinline__ uint32_t count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin,
-                                               uint32_t end) {
+__device__ __forceinline__ void count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t own_entry, uint32_t begin,
+                                           uint32_t end) {
     constexpr int kAhead = 2;
-    uint32_t first_entry = kNoEntry;
-    for (uint32_t first = begin + threadIdx.x; first < end; first += blockDim.x * kAhead) {
-        uint32_t entry[kAhead];
+    const auto count = [&](bool present, uint32_t entry) {
+        const uint32_t index = entry - range.first;
+        if (present && index < range.entries) atomicAdd(range.counts + index, 1);
+    };
+    count(begin + threadIdx.x < end, own_entry);
+    for (uint32_t first = begin + threadIdx.x + blockDim.x; first < end; first += blockDim.x * kAhead) {
+        typename Source::Asked asked[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) entry[i] = source.entry_of(min(first + i * blockDim.x, end - 1));
-        if (first == begin + threadIdx.x) first_entry = entry[0];
+        for (int i = 0; i < kAhead; ++i) asked[i] = source.ask(min(first + i * blockDim.x, end - 1));
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t index = entry[i] - range.first;
-            if (first + i * blockDim.x < end && index < range.entries) atomicAdd(range.counts + index, 1);
+            const uint32_t row = first + i * blockDim.x;
+            count(row < end, source.entry_of(asked[i], min(row, end - 1)));
         }
     }
-    return first_entry;
 }
 
 // Writes the tiles of the range, each entry's by one of the blocks, and says where the slice's first row of each entry goes.
@@ -335,7 +345,7 @@ __device__ __forceinline__ void place_rows(const GroupParams& p, const Source& s
         }
         __syncthreads();
         const uint32_t row = first + threadIdx.x;
-        placed.tally(range, row < end ? source.entry_of(row) : kNoEntry);
+        placed.tally(range, row < end ? source.entry_of(source.ask(row), row) : kNoEntry);
         __syncthreads();
         placed.store(p, range, row);
     }
@@ -362,6 +372,10 @@ __device__ __forceinline__ void group_counted(const GroupParams& p, Source& sour
     const uint32_t slice = (p.rows + kGroupBlocks - 1) / kGroupBlocks;
     const uint32_t begin = min(cluster_rank() * slice, p.rows);
     const uint32_t end = min(begin + slice, p.rows);
+    const uint32_t own_row = min(begin + threadIdx.x, p.rows - 1);
+    const auto asked = source.ask(own_row);
+    source.settle();
+    const uint32_t own_entry = begin + threadIdx.x < end ? source.entry_of(asked, own_row) : kNoEntry;
     Taken taken{0, 0};
     for (uint32_t first_entry = 0; first_entry < p.slots; first_entry += capacity) {
         if (first_entry > 0) {
@@ -369,9 +383,9 @@ __device__ __forceinline__ void group_counted(const GroupParams& p, Source& sour
             range = range_from(first_entry);
         }
         __syncthreads();
-        const uint32_t entry = count_rows(p, source, range, begin, end);
+        count_rows(p, source, range, own_entry, begin, end);
         PlacedRow placed;
-        placed.tally(range, begin + threadIdx.x < end ? entry : kNoEntry);
+        placed.tally(range, own_entry);
         cluster_arrive_release();
         cluster_wait();
         taken = make_tiles(p, range, warp_sums, taken);

@@ -8,8 +8,8 @@ lora_group_rows(const __grid_constant__ GroupParams p, uint32_t capacity) {
 
 extern "C" __global__ void __launch_bounds__(kMaxGroupThreads, 1)
 lora_group_experts(const __grid_constant__ GroupParams p, const __grid_constant__ EntryParams entries, uint32_t capacity) {
-    __shared__ uint32_t kept[ExpertSource::kKeptBounds];
-    group_rows(p, ExpertSource{entries, kept}, capacity);
+    __shared__ ExpertSource::Kept kept;
+    group_rows(p, ExpertSource(entries, kept), capacity);
 }
 
 extern "C" __global__ void __cluster_dims__(kGroupBlocks, 1, 1) __launch_bounds__(kMaxGroupThreads, 1)
@@ -19,6 +19,6 @@ lora_group_many_rows(const __grid_constant__ GroupParams p, uint32_t capacity) {
 
 extern "C" __global__ void __cluster_dims__(kGroupBlocks, 1, 1) __launch_bounds__(kMaxGroupThreads, 1)
 lora_group_many_experts(const __grid_constant__ GroupParams p, const __grid_constant__ EntryParams entries, uint32_t capacity) {
-    __shared__ uint32_t kept[ExpertSource::kKeptBounds];
-    group_many_rows(p, ExpertSource{entries, kept}, capacity);
+    __shared__ ExpertSource::Kept kept;
+    group_many_rows(p, ExpertSource(entries, kept), capacity);
 }

@@ -10,9 +10,10 @@ use lora_weights::device::DeviceMemory;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-/// Slots of the pool, and adapters that the tables have room for.
-const SLOTS: usize = 6;
-const RESIDENTS: u32 = 4;
+/// Slots of the pool: more than the threads of the smallest block, fewer than those of others.
+const SLOTS: usize = 40;
+/// Adapters that the tables have room for.
+const RESIDENTS: u32 = 30;
 
 /// (tokens, top-k, experts): rows that are sorted and rows that are counted, entries that are counted in one pass and in two, bounds that are kept and
 /// bounds that are not.
