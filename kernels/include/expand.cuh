@@ -99,13 +99,14 @@ struct ExpandTile {
     }
 };
 
-// xa of a small tile: the block sums of its rows, added in order. 16 threads a row, 4 ranks a thread.
+// xa of a small tile: the block sums of its rows, added in order, `kAhead` of them asked for at a time. 16 threads a row, 4 ranks a thread.
+template <int kAhead>
 __device__ __forceinline__ void load_small_xa(const ExpandTile& t, char* xa, uint32_t pitch) {
     static_assert(kExpandThreads == kSmallTileRows * 16 && kExpandThreads == kLargeTileRows);
     const uint32_t row = threadIdx.x / 16;
     if (row >= t.tile.count) return;
     for (uint32_t rank = threadIdx.x % 16 * 4; rank < t.ranks; rank += kRanksABlock) {
-        XaSum<4> sum;
+        XaSum<kAhead> sum;
         sum.ask(t.p, t.site, t.tile.first + row, rank, true);
         *reinterpret_cast<uint2*>(xa + row * pitch + rank * 2) = sum.finish(t.p);
     }
@@ -137,7 +138,7 @@ __device__ __forceinline__ void ask_for_finished_xa(const ExpandTile& t, uint32_
 // xa of `count` rows of a tile from `first` on.
 __device__ __forceinline__ void load_xa(const ExpandTile& t, uint32_t first, uint32_t count, char* xa, uint32_t pitch) {
     if (t.tile.count <= kSmallTileRows) {
-        load_small_xa(t, xa, pitch);
+        load_small_xa<4>(t, xa, pitch);
     } else if ((t.p.flags & kFlagOpenSums) != 0) {
         load_open_xa(t, first, count, xa, pitch);
     } else {
@@ -146,9 +147,9 @@ __device__ __forceinline__ void load_xa(const ExpandTile& t, uint32_t first, uin
     }
 }
 
-// `runs` runs of outputs of a small tile, B of the next `kBuffers` of them in registers of type `W`. All that can be is asked for before the wait: what arrives
-// while the block sums are handed over costs no time.
-template <typename W, int kBuffers>
+// `runs` runs of outputs of a small tile, B of the next `kBuffers` of them in registers of type `W`, `kAhead` block sums asked for at a time. All that can be is
+// asked for before the wait: what arrives while the block sums are handed over costs no time.
+template <typename W, int kBuffers, int kAhead>
 __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t first_output, uint32_t runs, char* xa,
                                                   bool waited) {
     const uint32_t pitch = xa_pitch(t.site.max_rank);
@@ -171,7 +172,7 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     };
     if (!waited) wait_for_predecessor();
     ask_for_base(base[0], n);
-    load_small_xa(t, xa, pitch);
+    load_small_xa<kAhead>(t, xa, pitch);
     __syncthreads();
     for (uint32_t first = 0; first < here; first += kBuffers) {
 #pragma unroll
@@ -194,8 +195,9 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     }
 }
 
-// Small tiles, up to `kRanks` ranks (16, 32 or 64), out in whole runs of 8 outputs; a block takes `runs` runs of outputs of one tile.
-template <int kRanks>
+// Small tiles, up to `kRanks` ranks (16, 32 or 64), out in whole runs of 8 outputs; a block takes `runs` runs of outputs of one tile. `kSpread`:
+// rows of many entries whose out is not wide, so that a block has little to do: it leaves registers for other blocks rather than have more on its way itself.
+template <int kRanks, bool kSpread = false>
 __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnds& ends, uint32_t runs) {
     extern __shared__ __align__(128) char xa[];
     const ExpandWork work = expand_work(ends, runs);
@@ -209,13 +211,14 @@ __device__ __forceinline__ void expand_small(const DeltaParams& p, const SiteEnd
         return;
     }
     const ExpandTile t(p, site, tile, adapter);
-    // 16 ranks are few bytes a run: two runs at a time.
+    constexpr int kAhead = kSpread ? 2 : 4;
     if (kRanks == 16 || (kRanks == 64 && t.ranks == 16)) {
-        expand_small_tile<Weights16<>, 2>(t, work.first_output, runs, xa, waited);
+        // 16 ranks are few bytes a run: two runs at a time.
+        expand_small_tile<Weights16<>, kSpread ? 1 : 2, kAhead>(t, work.first_output, runs, xa, waited);
     } else if (kRanks == 32) {
-        expand_small_tile<Weights<1>, 1>(t, work.first_output, runs, xa, waited);
+        expand_small_tile<Weights<1>, 1, kAhead>(t, work.first_output, runs, xa, waited);
     } else {
-        expand_small_tile<Weights<kRanksABlock / 32>, 1>(t, work.first_output, runs, xa, waited);
+        expand_small_tile<Weights<kRanksABlock / 32>, 1, kAhead>(t, work.first_output, runs, xa, waited);
     }
 }
 

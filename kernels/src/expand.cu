@@ -1,11 +1,14 @@
 #include "expand.cuh"
 #include "expand_spread.cuh"
 
-// Blocks of `lora_expand_mixed_64` that a multiprocessor has shared memory for, and is to have registers for.
+// Blocks of `lora_expand_mixed_64` that a multiprocessor has shared memory for, and is to have registers for; blocks of `lora_expand_spread_small_32` that it has
+// registers for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kMixed64Blocks = 2;
+constexpr int kSpreadSmall32Blocks = 5;
 #else
 constexpr int kMixed64Blocks = 4;
+constexpr int kSpreadSmall32Blocks = 6;
 #endif
 
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)
@@ -21,6 +24,16 @@ lora_expand_small_32(const __grid_constant__ DeltaParams p, const SiteEnds ends,
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 4)
 lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<64>(p, ends, runs);
+}
+
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 7)
+lora_expand_spread_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_small<16, true>(p, ends, runs);
+}
+
+extern "C" __global__ void __launch_bounds__(kExpandThreads, kSpreadSmall32Blocks)
+lora_expand_spread_small_32(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
+    expand_small<32, true>(p, ends, runs);
 }
 
 extern "C" __global__ void __launch_bounds__(kExpandThreads, 5)

@@ -40,6 +40,10 @@ pub enum Kernel {
     ExpandSmall32,
     /// The same, padded rank up to 64.
     ExpandSmall64,
+    /// Expand and fold of spread rows, tiles of up to 8 rows, padded rank 16.
+    ExpandSpreadSmall16,
+    /// The same, padded rank up to 32.
+    ExpandSpreadSmall32,
     /// Expand and fold, tiles of up to 128 rows, padded rank 16.
     ExpandMixed16,
     /// The same, padded rank up to 64.
@@ -74,7 +78,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 32] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -90,6 +94,8 @@ impl Kernel {
         Self::ExpandSmall16,
         Self::ExpandSmall32,
         Self::ExpandSmall64,
+        Self::ExpandSpreadSmall16,
+        Self::ExpandSpreadSmall32,
         Self::ExpandMixed16,
         Self::ExpandMixed64,
         Self::ExpandSpread16,
@@ -125,6 +131,8 @@ impl Kernel {
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
+            Self::ExpandSpreadSmall16 => "lora_expand_spread_small_16",
+            Self::ExpandSpreadSmall32 => "lora_expand_spread_small_32",
             Self::ExpandMixed16 => "lora_expand_mixed_16",
             Self::ExpandMixed64 => "lora_expand_mixed_64",
             Self::ExpandSpread16 => "lora_expand_spread_16",
@@ -156,7 +164,9 @@ impl Kernel {
             | Self::ShrinkSmallRanks
             | Self::ExpandSmall16
             | Self::ExpandSmall32
-            | Self::ExpandSmall64 => Some(32 << 10),
+            | Self::ExpandSmall64
+            | Self::ExpandSpreadSmall16
+            | Self::ExpandSpreadSmall32 => Some(32 << 10),
             Self::ReplaceRows
             | Self::HeadFewDeep
             | Self::HeadFew
@@ -190,6 +200,8 @@ impl Kernel {
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64
+            | Self::ExpandSpreadSmall16
+            | Self::ExpandSpreadSmall32
             | Self::ExpandMixed16
             | Self::ExpandMixed64
             | Self::ExpandSpread16

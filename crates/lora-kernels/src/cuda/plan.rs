@@ -12,7 +12,8 @@ pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
 
 use super::Kernel;
 use crate::params::{
-    BLOCK_K, DeltaParams, DeltaSite, EXPAND_THREADS, MAX_SITES, SMALL_TILE_ROWS, WARP_OUTPUTS,
+    BLOCK_K, DeltaParams, DeltaSite, EXPAND_THREADS, FLAG_SPREAD, MAX_SITES, SMALL_TILE_ROWS,
+    WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
@@ -99,7 +100,7 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
     let shrink = plan_shrink(params, sites, small, caps);
     let open = shrink.launch.kernel.leaves_sums_open();
-    let kernel = expand_kernel(sites, max_rank, small, open);
+    let kernel = expand_kernel(params, caps, small, open);
     let expand_runs = expand_runs(params, sites, kernel, caps);
     let block_ends = ends(sites, |site| {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
@@ -128,11 +129,22 @@ fn ends(sites: &[DeltaSite], share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SIT
     })
 }
 
-/// Tiles of rows that are spread evenly over as many entries as there can be. Only uneven batches have more.
+/// Tiles of rows that are spread evenly over as many entries as there can be, or at random where a router spreads them. Only uneven batches have more.
 fn usual_tiles(params: &DeltaParams) -> u32 {
     let even = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
-    even.max(params.slots.min(params.rows))
-        .min(params.max_tiles)
+    let entries = if params.flags & FLAG_SPREAD != 0 {
+        entries_hit(params.slots, params.rows)
+    } else {
+        params.slots.min(params.rows)
+    };
+    even.max(entries).min(params.max_tiles)
+}
+
+/// How many of `entries` are expected to be chosen by at least one of `rows` rows that choose at random.
+fn entries_hit(entries: u32, rows: u32) -> u32 {
+    let entries = f64::from(entries.max(1));
+    let missed = (1.0 - 1.0 / entries).powf(rows.into());
+    (entries * (1.0 - missed)).ceil() as u32
 }
 
 #[cfg(test)]

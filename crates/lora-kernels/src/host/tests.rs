@@ -27,6 +27,7 @@ bodies! {
     bits::a_row_alone_equals_itself_in_a_batch(),
     bits::pair_equals_routed(),
     bits::small_tiles_equal_large_tiles(),
+    bits::spread_rows_equal_others(),
     bits::padded_rank_equals_true_rank(),
     bits::every_run_is_the_same(50),
     bits::passes_do_not_change_bits(),

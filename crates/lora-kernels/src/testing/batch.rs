@@ -78,6 +78,8 @@ pub enum Via {
     Routed,
     /// [`apply_lora_bgmv`](crate::apply_lora_bgmv), grouped on the host.
     RoutedByHost,
+    /// [`apply_lora_bgmv`](crate::apply_lora_bgmv), grouped on the device as the rows of a MoE block are.
+    RoutedSpread,
 }
 
 impl Batch {

@@ -104,6 +104,34 @@ pub fn small_tiles_equal_large_tiles(backend: &TestBackend) {
     }
 }
 
+/// The same rows grouped as those of a MoE block: few of them, more than a GPU has blocks for at once, and many rows of few entries.
+pub fn spread_rows_equal_others(backend: &TestBackend) {
+    let mut rng = Rng::new(12);
+    for (rows, slots) in [(24, 24), (150, 140), (300, 5)] {
+        for rank in [16, 32, 48, 64] {
+            let site = |n_out| SiteShape {
+                n_out,
+                gap: 8,
+                max_rank: rank,
+            };
+            let shape = BatchShape {
+                seed: u64::from(rank),
+                fill: Fill::Signed,
+                k_in: 1040,
+                x_gap: 8,
+                slots,
+                ranks: vec![rank, 7, rank - 4],
+                sites: vec![site(2048), site(1800)],
+            };
+            let row_slots = Routing::Anywhere.row_slots(&mut rng, rows, slots);
+            let batch = Batch::random(&shape, &row_slots);
+            let spread = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
+            let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
+            assert_same("spread rows and others", &batch, &spread, &routed);
+        }
+    }
+}
+
 /// Ranks of 7 and 24 made 32 by zeros: the zeros add nothing.
 pub fn padded_rank_equals_true_rank(backend: &TestBackend) {
     let mut rng = Rng::new(4);

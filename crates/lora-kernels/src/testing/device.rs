@@ -53,11 +53,12 @@ impl<'a> DeviceBatch<'a> {
             let tables = adapters.iter().zip(&batch.shape.sites);
             let tables = tables
                 .map(|(slots, site)| upload_tables(&memory(), slots, (batch.shape.k_in, site)));
-            let groups = RowGroupsSpec::new(
-                batch.rows().max(1) as u32,
-                batch.shape.slots,
-                options.gemv_max_m,
-            );
+            let spec = match via {
+                Via::RoutedSpread => RowGroupsSpec::experts,
+                _ => RowGroupsSpec::new,
+            };
+            let rows = batch.rows().max(1) as u32;
+            let groups = spec(rows, batch.shape.slots, options.gemv_max_m);
             Ok(Self {
                 x: buffer(&batch.x)?,
                 outs: batch
@@ -95,7 +96,7 @@ impl<'a> DeviceBatch<'a> {
         let grouped = match self.via {
             Via::Pair => Ok(()),
             Via::RoutedByHost => self.groups.build_host(&self.batch.row_slots),
-            Via::Routed => self
+            Via::Routed | Via::RoutedSpread => self
                 .row_slots
                 .row_slots(self.batch.rows())
                 .and_then(|slots| self.groups.build(&**self.kernels.backend(), stream, slots)),

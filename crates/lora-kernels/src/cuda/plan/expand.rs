@@ -4,7 +4,7 @@ use super::{EXPAND_BLOCK_OUTPUTS, MOST_GRID_YZ, usual_tiles};
 use crate::cuda::Kernel;
 use crate::params::{
     DeltaParams, DeltaSite, EXPAND_AHEAD_16, EXPAND_AHEAD_64, EXPAND_THREADS, EXPAND_UNIT_ROWS,
-    LARGE_TILE_ROWS, MAX_SITES, SMALL_TILE_ROWS, SPREAD_AHEAD,
+    FLAG_SPREAD, LARGE_TILE_ROWS, MAX_SITES, SMALL_TILE_ROWS, SPREAD_AHEAD,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
@@ -13,6 +13,12 @@ use lora_weights::RANK_GRANULE;
 const SMALL_BLOCKS_A_UNIT: u64 = 5;
 /// The same of [`Kernel::ExpandSmall64`].
 const SMALL_64_BLOCKS_A_UNIT: u64 = 4;
+/// The same of [`Kernel::ExpandSpreadSmall16`].
+const SPREAD_SMALL_16_BLOCKS_A_UNIT: u64 = 7;
+/// The same of [`Kernel::ExpandSpreadSmall32`].
+const SPREAD_SMALL_32_BLOCKS_A_UNIT: u64 = 6;
+/// Waves of blocks of a run each from which on small tiles of spread rows are better served by more blocks at once than by blocks that have more on their way.
+const MANY_WAVES: u64 = 2;
 /// Runs of outputs that a block of those makes at most.
 const MOST_SMALL_RUNS: u32 = 6;
 /// Blocks of [`Kernel::ExpandSpread16`] or [`Kernel::ExpandSpread32`] that a multiprocessor runs at once.
@@ -21,7 +27,17 @@ const SPREAD_BLOCKS_A_UNIT: u64 = 4;
 const MOST_SPREAD_RUNS: u32 = 8;
 
 /// `open`: the sums of large tiles are still to be added up.
-pub(super) fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool, open: bool) -> Kernel {
+pub(super) fn expand_kernel(
+    params: &DeltaParams,
+    caps: &DeviceCaps,
+    small: bool,
+    open: bool,
+) -> Kernel {
+    let sites = &params.sites[..params.site_count as usize];
+    let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
+    let many = params.flags & FLAG_SPREAD != 0
+        && blocks(params, sites, 1)
+            > MANY_WAVES * SMALL_BLOCKS_A_UNIT * u64::from(caps.units.max(1));
     let whole = |site: &DeltaSite| {
         site.out.is_multiple_of(16)
             && site.out_stride.is_multiple_of(8)
@@ -29,6 +45,8 @@ pub(super) fn expand_kernel(sites: &[DeltaSite], max_rank: u32, small: bool, ope
     };
     match (small, max_rank) {
         _ if !sites.iter().all(whole) => Kernel::ExpandAny,
+        (true, 0..=16) if many => Kernel::ExpandSpreadSmall16,
+        (true, 17..=32) if many => Kernel::ExpandSpreadSmall32,
         (true, 0..=16) => Kernel::ExpandSmall16,
         (true, 17..=32) => Kernel::ExpandSmall32,
         (true, 33..=64) => Kernel::ExpandSmall64,
@@ -78,15 +96,11 @@ pub(super) fn expand_runs(
     kernel: Kernel,
     caps: &DeviceCaps,
 ) -> u32 {
-    let blocks = |runs: u32, tiles: u32| -> u64 {
-        let of_site = |site: &DeltaSite| site.n_out.div_ceil(runs * EXPAND_BLOCK_OUTPUTS);
-        sites.iter().map(of_site).sum::<u32>() as u64 * u64::from(tiles)
-    };
     let units = u64::from(caps.units.max(1));
     // Setting up a block costs what a run does; blocks of a wave end together.
     let soonest = |room: u64, most_runs: u32| {
         let cost = |runs: u32| {
-            let waves = blocks(runs, usual_tiles(params)).div_ceil(room);
+            let waves = blocks(params, sites, runs).div_ceil(room);
             waves * u64::from(1 + runs)
         };
         (1..=most_runs).min_by_key(|&runs| cost(runs))
@@ -95,6 +109,12 @@ pub(super) fn expand_runs(
         Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => {
             soonest(units * SMALL_BLOCKS_A_UNIT, MOST_SMALL_RUNS)
         }
+        Kernel::ExpandSpreadSmall16 => {
+            soonest(units * SPREAD_SMALL_16_BLOCKS_A_UNIT, MOST_SMALL_RUNS)
+        }
+        Kernel::ExpandSpreadSmall32 => {
+            soonest(units * SPREAD_SMALL_32_BLOCKS_A_UNIT, MOST_SMALL_RUNS)
+        }
         Kernel::ExpandSmall64 => soonest(units * SMALL_64_BLOCKS_A_UNIT, MOST_SMALL_RUNS),
         Kernel::ExpandSpread16 | Kernel::ExpandSpread32 => {
             soonest(units * SPREAD_BLOCKS_A_UNIT, MOST_SPREAD_RUNS)
@@ -102,6 +122,12 @@ pub(super) fn expand_runs(
         _ => None,
     };
     runs.unwrap_or(1)
+}
+
+/// Blocks of `runs` runs of outputs each, over the tiles that there usually are.
+fn blocks(params: &DeltaParams, sites: &[DeltaSite], runs: u32) -> u64 {
+    let of_site = |site: &DeltaSite| site.n_out.div_ceil(runs * EXPAND_BLOCK_OUTPUTS);
+    u64::from(sites.iter().map(of_site).sum::<u32>()) * u64::from(usual_tiles(params))
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.

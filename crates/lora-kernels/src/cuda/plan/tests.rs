@@ -306,6 +306,26 @@ fn expand_blocks_of_spread_rows_are_as_long_as_end_soonest() {
     assert_eq!(down(512, 32), (Kernel::ExpandSpread32, 8));
     assert_eq!(down(512, 33).0, Kernel::ExpandMixed64);
     assert_eq!(expand(128, 16, 2048, &[767]).0, Kernel::ExpandAny);
+    // 512 rows reach 324 entries of 512: a block a tile and site is one wave of 924.
+    let few_rows = |entries, rank, k_in, sites: &[u32]| {
+        let params = DeltaParams {
+            tile_rows: SMALL_TILE_ROWS,
+            max_tiles: 512,
+            flags: FLAG_SPREAD,
+            ..params(&Problem::uniform(512, entries, rank, (k_in, sites)))
+        };
+        let plan = plan_delta(&params, &h200);
+        (plan.expand.kernel, plan.expand_runs)
+    };
+    let spread_small = Kernel::ExpandSpreadSmall16;
+    assert_eq!(few_rows(512, 16, 2048, &[768, 768]), (spread_small, 3));
+    assert_eq!(few_rows(512, 16, 768, &[2048]), (spread_small, 4));
+    assert_eq!(
+        few_rows(512, 32, 768, &[2048]).0,
+        Kernel::ExpandSpreadSmall32
+    );
+    assert_eq!(few_rows(512, 33, 768, &[2048]).0, Kernel::ExpandSmall64);
+    assert_eq!(few_rows(128, 16, 768, &[2048]).0, Kernel::ExpandSmall16);
     // Where x is not aligned, a kernel of its own adds the k blocks up.
     assert_eq!(expand(128, 16, 2047, &[768]).0, Kernel::ExpandMixed16);
 }
@@ -390,4 +410,14 @@ fn rows_that_a_block_has_threads_for_are_sorted_or_tallied() {
     assert_eq!(plan(65, 127), (128, 4 * 127 * 2, 127));
     assert_eq!(plan(512, 2560), (512, 80 * 1024, 2560));
     assert_eq!(plan(512, 2561), (512, 0, 0));
+}
+
+#[test]
+fn rows_that_choose_at_random_miss_some_entries() {
+    assert_eq!(entries_hit(512, 512), 324);
+    assert_eq!(entries_hit(128, 8192), 128);
+    assert_eq!(entries_hit(128, 1), 1);
+    assert_eq!(entries_hit(1, 1 << 24), 1);
+    assert_eq!(entries_hit(0, 0), 0);
+    assert!(entries_hit(1 << 21, 1 << 24) <= 1 << 21);
 }
