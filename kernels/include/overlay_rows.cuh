@@ -1,7 +1,7 @@
 // Whole rows: by how much they differ, copies of some, and rows of an overlay in place of others.
 //
-// A warp takes a row of a diff or a gather, a block a row to replace: there are few of those, and finding one is a chain of three loads. Rows move 16
-// bytes a lane where every address and the width allow it, else element by element.
+// A warp takes a row of a diff or a gather, a block or half of one a row to replace: there are few of those, and finding one is a chain of three loads. Rows
+// move 16 bytes a lane where every address and the width allow it, else element by element.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,10 @@
 constexpr int kRowWarps = kRowThreads / 32;
 constexpr int kElementsAPiece = 8;
 
-// Pieces of a row that a lane has in flight where a warp takes a row, and where a block does: fewer registers leave room for the next kernel's blocks.
+// Pieces of a row that a lane has in flight where a warp takes a row, and where a block or half of one does: fewer registers leave room for the next kernel's
+// blocks.
 constexpr int kPiecesAhead = 8;
-constexpr int kBlockPiecesAhead = 2;
+constexpr int kBlockPiecesAhead = 4;
 
 __device__ __forceinline__ bool aligned16(uint64_t address, uint64_t stride) { return address % 16 == 0 && stride % 8 == 0; }
 
@@ -88,26 +89,26 @@ __device__ __forceinline__ uint4 multiplied(uint4 v, float by) {
     return v;
 }
 
-// Copies a row by `kThreads` threads, of which this one is the `thread`th, `kAhead` pieces a thread at a time.
-template <int kThreads, int kAhead, bool kMultiply>
-__device__ __forceinline__ void copy_row(uint16_t* to, const uint16_t* from, uint32_t cols, uint32_t thread, float by) {
+// Copies a row by `threads` threads, of which this one is the `thread`th, `kAhead` pieces a thread at a time.
+template <int kAhead, bool kMultiply>
+__device__ __forceinline__ void copy_row(uint16_t* to, const uint16_t* from, uint32_t cols, uint32_t thread, uint32_t threads, float by) {
     const bool whole = (reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16 == 0;
     const uint32_t pieces = whole ? cols / kElementsAPiece : 0;
-    for (uint32_t first = thread; first < pieces; first += kThreads * kAhead) {
+    for (uint32_t first = thread; first < pieces; first += threads * kAhead) {
         uint4 v[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t piece = first + i * kThreads;
+            const uint32_t piece = first + i * threads;
             v[i] = load16_if(piece < pieces, from + uint64_t(piece) * kElementsAPiece);
         }
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t piece = first + i * kThreads;
+            const uint32_t piece = first + i * threads;
             if (kMultiply) v[i] = multiplied(v[i], by);
             if (piece < pieces) *reinterpret_cast<uint4*>(to + uint64_t(piece) * kElementsAPiece) = v[i];
         }
     }
-    for (uint32_t i = pieces * kElementsAPiece + thread; i < cols; i += kThreads) {
+    for (uint32_t i = pieces * kElementsAPiece + thread; i < cols; i += threads) {
         const uint32_t element = load_u16(from + i);
         to[i] = static_cast<uint16_t>(kMultiply ? pack_bf16(__uint_as_float(element << 16) * by, 0) : element);
     }
@@ -122,7 +123,7 @@ __device__ __forceinline__ void gather_rows(const GatherRowsParams& p) {
     const uint32_t of_delta = index - p.base_rows;
     if (!of_base && of_delta >= p.delta_rows) return;
     const uint16_t* from = of_base ? row_of(p.base, p.base_stride, index) : row_of(p.delta, p.delta_stride, of_delta);
-    copy_row<32, kPiecesAhead, false>(row_of(p.out, p.out_stride, row), from, p.cols, threadIdx.x % 32, 0);
+    copy_row<kPiecesAhead, false>(row_of(p.out, p.out_stride, row), from, p.cols, threadIdx.x % 32, 32, 0);
 }
 
 // Part of a record that no launch of the step writes: by way of L1, where a block finds it again.
@@ -154,10 +155,14 @@ __device__ __forceinline__ void prefetch_overlays(uint64_t entries, uint32_t slo
 
 __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {
     prefetch_overlays(p.entries, p.slots);
+    const bool halves = p.rows > gridDim.x;
+    const uint32_t threads = halves ? kRowThreads / 2 : kRowThreads;
+    const uint32_t thread = halves ? threadIdx.x % (kRowThreads / 2) : threadIdx.x;
+    const uint32_t row = halves ? blockIdx.x * 2 + threadIdx.x / (kRowThreads / 2) : blockIdx.x;
     // Before the wait: nothing is written here that a dependent reads before its own, and a grouping before this launch makes it wait first.
     let_dependents_start();
     wait_for_predecessor();
-    const uint32_t row = blockIdx.x;
+    if (row >= p.rows) return;
     const uint32_t token = __ldcg(reinterpret_cast<const uint32_t*>(p.token_ids) + row);
     const uint32_t slot = p.seq_slot == 0 ? p.slot : __ldcg(reinterpret_cast<const uint32_t*>(p.seq_slot) + row);
     const OverlaySlot overlay = overlay_of(p.entries, p.slots, slot);
@@ -167,8 +172,8 @@ __device__ __forceinline__ void replace_rows(const ReplaceRowsParams& p) {
     const uint16_t* from = row_of(overlay.rows, p.hidden, place);
     uint16_t* to = row_of(p.out, p.out_stride, row);
     if (p.flags & kFlagMultiply) {
-        copy_row<kRowThreads, kBlockPiecesAhead, true>(to, from, p.hidden, threadIdx.x, p.multiplier);
+        copy_row<kBlockPiecesAhead, true>(to, from, p.hidden, thread, threads, p.multiplier);
     } else {
-        copy_row<kRowThreads, kBlockPiecesAhead, false>(to, from, p.hidden, threadIdx.x, 0);
+        copy_row<kBlockPiecesAhead, false>(to, from, p.hidden, thread, threads, 0);
     }
 }

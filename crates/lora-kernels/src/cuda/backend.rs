@@ -276,7 +276,7 @@ impl LoraBackend for CudaBackend {
     }
 
     fn replace_rows(&self, stream: Stream, params: &ReplaceRowsParams) -> Result<(), KernelError> {
-        self.enqueue_one(&plan_replace_rows(params), stream, *params)
+        self.enqueue_one(&plan_replace_rows(params, &self.caps), stream, *params)
     }
 
     fn head_logits(&self, stream: Stream, params: &LogitsParams) -> Result<(), KernelError> {

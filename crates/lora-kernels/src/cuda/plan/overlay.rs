@@ -1,8 +1,8 @@
 //! Plans of whole-row operations.
 
-use crate::KernelPlan;
 use crate::cuda::Kernel;
 use crate::params::{GatherRowsParams, ROW_THREADS, ReplaceRowsParams, RowDiffParams};
+use crate::{DeviceCaps, KernelPlan};
 
 /// Rows of a diff or a gather that a block takes.
 const ROWS_A_BLOCK: u32 = ROW_THREADS / 32;
@@ -26,9 +26,16 @@ pub fn plan_gather_rows(params: &GatherRowsParams) -> KernelPlan<Kernel> {
     row_plan(Kernel::GatherRows, params.rows.div_ceil(ROWS_A_BLOCK))
 }
 
-/// Plans the replacement of embedding rows: a block a row.
-pub fn plan_replace_rows(params: &ReplaceRowsParams) -> KernelPlan<Kernel> {
-    row_plan(Kernel::ReplaceRows, params.rows)
+/// Plans the replacement of embedding rows: a block a row, or two where there are more rows than multiprocessors.
+///
+/// A head that follows starts once all blocks have, and beside the blocks of one before it a multiprocessor has shared memory for one of these.
+pub fn plan_replace_rows(params: &ReplaceRowsParams, caps: &DeviceCaps) -> KernelPlan<Kernel> {
+    let blocks = if params.rows > caps.units {
+        params.rows.div_ceil(2)
+    } else {
+        params.rows
+    };
+    row_plan(Kernel::ReplaceRows, blocks)
 }
 
 #[cfg(test)]
@@ -43,5 +50,22 @@ mod tests {
             ..RowDiffParams::zeroed()
         };
         assert_eq!(plan_row_diff(&params).grid, [3, 1, 1]);
+    }
+
+    #[test]
+    fn rows_to_replace_share_blocks_where_they_outnumber_multiprocessors() {
+        let caps = DeviceCaps {
+            name: String::new(),
+            units: 132,
+            shared_bytes: 0,
+            l2_bytes: 0,
+        };
+        for (rows, blocks) in [(1, 1), (132, 132), (133, 67), (256, 128)] {
+            let params = ReplaceRowsParams {
+                rows,
+                ..ReplaceRowsParams::zeroed()
+            };
+            assert_eq!(plan_replace_rows(&params, &caps).grid, [blocks, 1, 1]);
+        }
     }
 }
