@@ -62,8 +62,9 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t shared) {
     return v;
 }
 
-// `kBlocks` share an item's parts. `kIdWarps` warps share its ids, the others its rows, which are dealt out 16 at a time, so that few of them still keep every
-// warp busy. A stage has `kTiles` tiles of 64 columns.
+// `kBlocks` share an item's parts. Where a block of a cluster has several, its warps share them, so that a warp loads fewer operands for an MMA; a block alone
+// takes them in turn. Of the warps of a part, `kIdWarps` share the ids, the others the rows, which are dealt out 16 at a time, so that few of them still keep
+// every warp busy. A stage has `kTiles` tiles of 64 columns, as many of each part that is under way.
 template <int kBlocks_, int kIds_, int kRows_, int kIdWarps_, int kTiles_, int kStages_, bool kAligned_>
 struct HeadShape {
     static constexpr int kBlocks = kBlocks_;
@@ -75,16 +76,22 @@ struct HeadShape {
     static constexpr int kStages = kStages_;
     static constexpr bool kSplit = kBlocks > 1;
     static constexpr bool kAligned = kAligned_;
-    static constexpr int kRowWarps = kHeadWarps / kIdWarps;
+    static constexpr int kPartsAtOnce = kSplit ? kParts : 1;
+    static constexpr int kPartTiles = kTiles / kPartsAtOnce;
+    static constexpr int kPartWarps = kHeadWarps / kPartsAtOnce;
+    static constexpr int kRowWarps = kPartWarps / kIdWarps;
     static constexpr int kIdTiles = kIds / kIdWarps / 16;
     static constexpr int kPairs = kRows / kRowWarps / 16;
     static constexpr int kTileBytes = (kIds + kRows) * kHeadRowBytes;
+    static constexpr int kPartBytes = kPartTiles * kTileBytes;  // of a stage
     static constexpr int kStageBytes = kTiles * kTileBytes;
+    // Of two stages, both are filled at the start: the second would otherwise be asked for only once the first is there.
+    static constexpr bool kFillsAll = kSplit && kStages == 2;
     // Sums of all rows and ids, and as many of the parts before, do not fit the registers of a block.
     static constexpr bool kTotalsInShared = !kSplit && kRows > 128;
 };
 
-using HeadFewDeep = HeadShape<4, kHeadFewIds, kHeadSplitRows, 2, kHeadFewTiles, kHeadDeepStages, true>;
+using HeadFewDeep = HeadShape<4, kHeadFewIds, kHeadSplitRows, 2, kHeadDeepTiles, kHeadDeepStages, true>;
 using HeadFew = HeadShape<4, kHeadFewIds, kHeadSplitRows, 2, kHeadFewTiles, kHeadFewStages, true>;
 using HeadPair = HeadShape<2, kHeadPairIds, kHeadSplitRows, 2, kHeadPairTiles, kHeadPairStages, true>;
 using HeadSplit = HeadShape<4, kHeadIds, kHeadSplitRows, 4, 1, kHeadSplitStages, true>;
@@ -187,18 +194,13 @@ struct Head {
     __device__ __forceinline__ void copy_rows(uint32_t step, uint32_t stage) const {
         const uint32_t piece = threadIdx.x % kHeadPieces;
         const uint32_t to = stages + stage * Shape::kStageBytes + head_offset(threadIdx.x / kHeadPieces, piece);
-        uint32_t first = first_column + step * Shape::kTiles * kHeadStageK;
-        uint32_t end = p.k_in;
-        // Where a step is one tile, parts follow one another without a gap.
-        if (Shape::kTiles > 1) {
-            static_assert(Shape::kTiles == 1 || Shape::kParts <= 2);
-            const bool second = Shape::kParts == 2 && step >= part_steps;
-            if (second) first += part_columns - part_steps * Shape::kTiles * kHeadStageK;
-            end = min(end, first_column + (second ? 2 : 1) * part_columns);
-        }
+        const uint32_t first = first_column + step * Shape::kPartTiles * kHeadStageK + piece * kElementsAPiece;
 #pragma unroll
         for (int tile = 0; tile < Shape::kTiles; ++tile) {
-            const uint32_t at = first + tile * kHeadStageK + piece * kElementsAPiece;
+            const int part = tile / Shape::kPartTiles;
+            const uint32_t at = first + part * part_columns + tile % Shape::kPartTiles * kHeadStageK;
+            // Where a step is one tile, parts end where one does.
+            const uint32_t end = Shape::kPartTiles > 1 ? min(p.k_in, first_column + (part + 1) * part_columns) : p.k_in;
             const bool inside = at < end;
             const uint32_t from = inside ? at : 0;
 #pragma unroll
@@ -216,32 +218,37 @@ struct Head {
         }
     }
 
+    // Steps that an item has.
+    __device__ __forceinline__ uint32_t steps() const { return Shape::kParts / Shape::kPartsAtOnce * part_steps; }
+
     // Begins the loads of one stage, of the next item where one is done.
-    __device__ __forceinline__ void load_stage_ahead(uint32_t stage) {
-        if (more && load_step == Shape::kParts * part_steps) open_rows(open_item());
+    __device__ __forceinline__ void load_stage(uint32_t stage) {
+        if (more && load_step == steps()) open_rows(open_item());
         if (more) copy_rows<0, kThreadRows>(load_step++, stage);
-        copy_async_commit();
     }
 
-    // Fills all stages but one. Rows of overlays are loaded at once, hidden rows after the wait for the predecessor.
+    // Fills the stages, all or all but one. Rows of overlays are loaded at once, hidden rows after the wait for the predecessor.
     __device__ __forceinline__ void begin_loads(bool waited) {
-        constexpr uint32_t kAhead = Shape::kStages - 1;
+        constexpr uint32_t kAhead = Shape::kFillsAll ? Shape::kStages : Shape::kStages - 1;
         next_item = Shape::kSplit ? blockIdx.x / Shape::kBlocks : blockIdx.x;
         load_slot = kQueue - 1;
         const HeadItem item = open_item();
-        const uint32_t first = more ? min(Shape::kParts * part_steps, kAhead) : 0;
+        const uint32_t first = more ? min(steps(), kAhead) : 0;
 #pragma unroll 1
         for (uint32_t step = 0; step < first; ++step) copy_rows<0, kIdPasses>(step, step);
         open_rows(item);
         if (!waited) wait_for_predecessor();
-#pragma unroll 1
-        for (uint32_t step = 0; step < first; ++step) {
-            copy_rows<kIdPasses, kThreadRows>(step, step);
-            copy_async_commit();
-        }
         load_step = first;
 #pragma unroll 1
-        for (uint32_t stage = first; stage < kAhead; ++stage) load_stage_ahead(stage);
+        for (uint32_t stage = 0; stage < kAhead; ++stage) {
+            if (stage < first) {
+                copy_rows<kIdPasses, kThreadRows>(stage, stage);
+            } else {
+                load_stage(stage);
+            }
+            // A stage more than waits count on belongs to the one before it.
+            if (!Shape::kFillsAll || stage > 0) copy_async_commit();
+        }
     }
 
     // Place of a sum: consecutive ids on consecutive banks, and so are the two rows' worth of MMA results of a warp.
@@ -275,7 +282,7 @@ struct Head {
     template <int kActive>
     __device__ __forceinline__ void multiply_pairs(Sums& sum, uint32_t base, const Place& place) const {
         constexpr int kTileSteps = kHeadStageK / 16;
-        constexpr int kSteps = Shape::kTiles * kTileSteps;
+        constexpr int kSteps = Shape::kPartTiles * kTileSteps;
         uint4 a[2][Shape::kIdTiles];
         uint4 b[2];
         const auto load_ids = [&](int k16) {
@@ -306,9 +313,40 @@ struct Head {
         }
     }
 
-    __device__ __forceinline__ void multiply(Sums& sum, uint32_t stage, uint32_t pairs, const Place& place) const {
+    // The same where a warp has 16 ids and 16 rows only, so that an MMA waits for the last: operands are loaded a tile ahead.
+    __device__ __forceinline__ void multiply_sixteen(Sums& sum, uint32_t base, const Place& place) const {
+        constexpr int kTileSteps = kHeadStageK / 16;
+        uint4 a[2][kTileSteps];
+        uint4 b[2][kTileSteps];
+        const auto load_tile = [&](int tile) {
+            const uint32_t at = base + tile * Shape::kTileBytes;
+#pragma unroll
+            for (int k16 = 0; k16 < kTileSteps; ++k16) {
+                a[tile % 2][k16] = load_matrices(at + place.ids + (place.id_piece ^ k16 << 5));
+                b[tile % 2][k16] = load_matrices(at + place.rows + (place.row_piece ^ k16 << 5));
+            }
+        };
+        load_tile(0);
+#pragma unroll
+        for (int tile = 0; tile < Shape::kPartTiles; ++tile) {
+            if (tile + 1 < Shape::kPartTiles) load_tile(tile + 1);
+#pragma unroll
+            for (int k16 = 0; k16 < kTileSteps; ++k16) {
+                const uint4& rows16 = b[tile % 2][k16];
+                mma_16x8x16(sum[0][0][0], a[tile % 2][k16], rows16.x, rows16.y);
+                mma_16x8x16(sum[0][0][1], a[tile % 2][k16], rows16.z, rows16.w);
+            }
+        }
+    }
+
+    // `part`: of those at once.
+    __device__ __forceinline__ void multiply(Sums& sum, uint32_t stage, uint32_t part, uint32_t pairs, const Place& place) const {
         static_assert(Shape::kPairs == 1 || Shape::kPairs == 2 || Shape::kPairs == 4);
-        const uint32_t base = stages + stage * Shape::kStageBytes;
+        const uint32_t base = stages + stage * Shape::kStageBytes + part * Shape::kPartBytes;
+        if constexpr (Shape::kPairs == 1 && Shape::kIdTiles == 1) {
+            if (pairs > 0) multiply_sixteen(sum, base, place);
+            return;
+        }
         if (pairs == Shape::kPairs) {
             multiply_pairs<Shape::kPairs>(sum, base, place);
             return;
@@ -348,39 +386,46 @@ struct Head {
         }
     }
 
-    // Stores logits of the item: all ids of rows from `first` to before `end`, of which there are at most `kMost`; `value(row, id)` is a logit. Lanes take
-    // neighbouring ids, so that a whole table's are stored together. Loads are not branched around, so that they are under way together.
-    template <int kMost, typename Value>
-    __device__ __forceinline__ void store(const HeadItem& item, uint32_t first, uint32_t end, Value value) const {
-        constexpr int kIdsALane = Shape::kIds / 32;
-        constexpr int kBatch = 8 / kIdsALane < kMost / kHeadWarps ? 8 / kIdsALane : kMost / kHeadWarps;
-        const uint32_t lane = threadIdx.x % 32;
-        uint32_t ids[kIdsALane];
+    static constexpr int kIdsALane = Shape::kIds / 32;
+    static constexpr uint32_t kNone = ~0u;
+
+    // Where a thread stores logits: lanes take neighbouring ids, so that a whole table's are stored together, and warps rows. Loads are not branched around, so
+    // that they are under way together.
+    __device__ __forceinline__ void find_ids(const HeadItem& item, uint32_t (&ids)[kIdsALane]) const {
 #pragma unroll
         for (int i = 0; i < kIdsALane; ++i) {
-            const uint32_t column = i * 32 + lane;
+            const uint32_t column = i * 32 + threadIdx.x % 32;
             const uint32_t id = load_u32(reinterpret_cast<const uint32_t*>(item.ids) + min(column, item.id_count - 1));
-            ids[i] = column < item.id_count ? id : ~0u;
+            ids[i] = column < item.id_count && id < p.vocab ? id : kNone;
         }
-#pragma unroll 1
-        for (uint32_t from = first + threadIdx.x / 32; from < end; from += kBatch * kHeadWarps) {
-            uint32_t out[kBatch];
-            float logit[kBatch][kIdsALane];
+    }
+
+    // Rows of logits for every `kHeadWarps`th row of the item from `from` to before `end`.
+    template <int kCount>
+    __device__ __forceinline__ void find_rows(const HeadItem& item, uint32_t from, uint32_t end, uint32_t (&rows)[kCount]) const {
 #pragma unroll
-            for (int j = 0; j < kBatch; ++j) {
-                const uint32_t row = min(from + j * kHeadWarps, end - 1);
-                out[j] = head_row(p, item.first_position + row);
+        for (int j = 0; j < kCount; ++j) {
+            const uint32_t at = from + j * kHeadWarps;
+            const uint32_t row = head_row(p, item.first_position + min(at, item.count - 1));
+            rows[j] = at < end && row < p.rows ? row : kNone;
+        }
+    }
+
+    // Stores there; `value(row, id)` is a logit of the item.
+    template <int kCount, typename Value>
+    __device__ __forceinline__ void store(const uint32_t (&ids)[kIdsALane], const uint32_t (&rows)[kCount], uint32_t from, Value value) const {
+        float logit[kCount][kIdsALane];
 #pragma unroll
-                for (int i = 0; i < kIdsALane; ++i) logit[j][i] = value(row, i * 32 + lane);
-            }
+        for (int j = 0; j < kCount; ++j) {
 #pragma unroll
-            for (int j = 0; j < kBatch; ++j) {
-                const bool exists = from + j * kHeadWarps < end && out[j] < p.rows;
-                const uint64_t start = out[j] * p.logits_stride;
+            for (int i = 0; i < kIdsALane; ++i) logit[j][i] = value(from + j * kHeadWarps, i * 32 + threadIdx.x % 32);
+        }
 #pragma unroll
-                for (int i = 0; i < kIdsALane; ++i) {
-                    if (exists && ids[i] < p.vocab) store_logit(start + ids[i], logit[j][i]);
-                }
+        for (int j = 0; j < kCount; ++j) {
+            const uint64_t start = rows[j] * p.logits_stride;
+#pragma unroll
+            for (int i = 0; i < kIdsALane; ++i) {
+                if (rows[j] != kNone && ids[i] != kNone) store_logit(start + ids[i], logit[j][i]);
             }
         }
     }
@@ -425,11 +470,17 @@ struct Head {
         const uint32_t first = cluster_rank() * kOwnRows;
         const uint32_t end = min(first + kOwnRows, item.count);
         const uint32_t mmas = first < end ? (item.id_count + 15) / 16 * ((end - first + 7) / 8) : 0;
+        // Before the wait: they are there after it.
+        const uint32_t from = first + threadIdx.x / 32;
+        uint32_t ids[kIdsALane];
+        uint32_t rows_of_logits[kOwnRows / kHeadWarps];
+        find_ids(item, ids);
+        find_rows(item, from, end, rows_of_logits);
         if (threadIdx.x == 0) barrier_expect(arrived, kLogitParts * mmas * kMmaSums * sizeof(float));
         // A block without rows of the item waits too, for nothing but its own arrival: a barrier is waited for in every phase.
         barrier_wait(arrived, turn & 1);
         if (first < end) {
-            store<kOwnRows>(item, first, end, [&](uint32_t row, uint32_t id) {
+            store(ids, rows_of_logits, from, [&](uint32_t row, uint32_t id) {
                 const float* at = sums() + sent_at(row, id);
                 float total = at[0];
 #pragma unroll
@@ -459,17 +510,27 @@ struct Head {
             value = 0;
         });
         __syncthreads();
-        store<Shape::kRows>(item, 0, item.count, [&](uint32_t row, uint32_t id) { return *sum_at(row, id); });
+        constexpr int kBatch = 8 / kIdsALane;
+        uint32_t ids[kIdsALane];
+        find_ids(item, ids);
+#pragma unroll 1
+        for (uint32_t from = threadIdx.x / 32; from < item.count; from += kBatch * kHeadWarps) {
+            uint32_t rows_of_logits[kBatch];
+            find_rows(item, from, item.count, rows_of_logits);
+            store(ids, rows_of_logits, from, [&](uint32_t row, uint32_t id) { return *sum_at(row, id); });
+        }
         __syncthreads();
     }
 
     __device__ __forceinline__ void run(bool waited) {
-        const uint32_t warp = threadIdx.x / 32;
+        const uint32_t part_at_once = threadIdx.x / 32 / Shape::kPartWarps;
+        const uint32_t warp = threadIdx.x / 32 % Shape::kPartWarps;
         const uint32_t id_warp = warp % Shape::kIdWarps;
         const uint32_t row_warp = warp / Shape::kIdWarps;
         const Place place = place_of(id_warp, row_warp);
         begin_loads(waited);
         if (Shape::kSplit) cluster_wait();  // until the others' barriers are there
+        bool filled = Shape::kFillsAll;
         uint32_t turn = 0;
         Totals totals;
         uint32_t stage = 0;
@@ -481,18 +542,35 @@ struct Head {
             const uint32_t sixteens = (item.count + 15) / 16;
             const uint32_t pairs = (max(sixteens, row_warp) - row_warp + Shape::kRowWarps - 1) / Shape::kRowWarps;
 #pragma unroll 1
-            for (uint32_t part = 0; part < Shape::kParts; ++part) {
+            for (uint32_t part = 0; part < Shape::kParts; part += Shape::kPartsAtOnce) {
                 for (uint32_t step = 0; step < part_steps; ++step) {
                     copy_async_wait<Shape::kStages - 2>();
                     __syncthreads();
-                    load_stage_ahead(stage == 0 ? Shape::kStages - 1 : stage - 1);
-                    multiply(sum, stage, pairs, place);
+                    const auto load_ahead = [&]() {
+                        if (!filled) load_stage(stage == 0 ? Shape::kStages - 1 : stage - 1);
+                        filled = false;
+                        copy_async_commit();
+                    };
+                    if constexpr (Shape::kPartsAtOnce == 1) {
+                        load_ahead();
+                        multiply(sum, stage, 0, pairs, place);
+                    } else {
+                        // Warps of one part load while those of another, on the same schedulers, multiply. A loop: twice the code would take longer to come.
+#pragma unroll 1
+                        for (uint32_t turn_in_step = 0; turn_in_step < 2; ++turn_in_step) {
+                            if (turn_in_step == part_at_once % 2) {
+                                load_ahead();
+                            } else {
+                                multiply(sum, stage, part_at_once, pairs, place);
+                            }
+                        }
+                    }
                     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
                 }
                 if (Shape::kSplit) {
                     // Until all have read what was sent of the last item.
-                    if (part == 0 && turn > 0) barrier_wait(taken, (turn - 1) & 1);
-                    send_part(item, sum, cluster_rank() * Shape::kParts + part, id_warp, row_warp);
+                    if (turn > 0) barrier_wait(taken, (turn - 1) & 1);
+                    send_part(item, sum, cluster_rank() * Shape::kParts + part_at_once, id_warp, row_warp);
                     for_sums(sum, id_warp, row_warp, [](float& value, uint32_t, uint32_t, int) { value = 0; });
                 } else {
                     finish_part(item, sum, totals, part, id_warp, row_warp);
@@ -524,9 +602,10 @@ __device__ __forceinline__ void head_logits(const LogitsParams& p) {
     }
     extern __shared__ __align__(128) char dynamic[];
     head.stages = kept_shared_address(dynamic);
+    static_assert(!Shape::kSplit || Shape::kTiles % Shape::kPartsAtOnce == 0);
     const uint32_t part_tiles = ((p.k_in + kHeadStageK - 1) / kHeadStageK + kLogitParts - 1) / kLogitParts;
     head.part_columns = part_tiles * kHeadStageK;
-    head.part_steps = (part_tiles + Shape::kTiles - 1) / Shape::kTiles;
+    head.part_steps = (part_tiles + Shape::kPartTiles - 1) / Shape::kPartTiles;
     head.first_column = Shape::kSplit ? cluster_rank() * Shape::kParts * head.part_columns : 0;
     prefetch_overlays(p.entries, p.slots);
     head.work.start();

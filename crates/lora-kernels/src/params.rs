@@ -98,8 +98,11 @@ pub(crate) const HEAD_FEW_TILES: u32 = 4;
 /// Its asynchronous stages.
 pub(crate) const HEAD_FEW_STAGES: u32 = 2;
 
-/// The same where a block has a multiprocessor to itself.
-pub(crate) const HEAD_DEEP_STAGES: u32 = 4;
+/// Times [`HEAD_STAGE_K`] hidden columns in a stage where such a block has a multiprocessor to itself: a short sum waits for stages more than for its MMAs.
+pub(crate) const HEAD_DEEP_TILES: u32 = 8;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_DEEP_STAGES: u32 = 2;
 
 /// Overlay rows that a cluster of two blocks takes at a time.
 pub(crate) const HEAD_PAIR_IDS: u32 = 64;
