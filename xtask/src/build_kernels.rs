@@ -1,6 +1,6 @@
 //! `cargo xtask build-kernels`: CUDA sources to checked-in PTX, with a report of what each kernel takes.
 //!
-//! Every module of `kernels/KERNEL.toml` is compiled for every target to `kernels/ptx/<target>/<module>.ptx`. ptxas then
+//! Every module of `kernels/KERNEL.toml` is compiled for every target, or for the one whose own instructions it uses, to `kernels/ptx/<target>/<module>.ptx`. ptxas then
 //! assembles the PTX and says what each kernel takes; a spill, a stack frame or a block over the target's shared memory
 //! is an error. With `--check` nothing is written: PTX that is not what the sources give is an error too.
 //!
@@ -53,6 +53,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<()> {
 struct Job<'a> {
     module: &'a Module,
     target: &'a Target,
+    arch: &'a str,
 }
 
 impl Job<'_> {
@@ -72,15 +73,19 @@ fn build(kernels: &Path, toolchain: &Toolchain, target: &str, check: bool) -> Re
     let jobs: Vec<Job<'_>> = targets
         .iter()
         .flat_map(|target| {
-            manifest
-                .modules
-                .iter()
-                .map(move |module| Job { module, target })
+            manifest.modules.iter().filter_map(move |module| {
+                let arch = module.arch_on(target)?;
+                Some(Job {
+                    module,
+                    target,
+                    arch,
+                })
+            })
         })
         .collect();
     let built = in_parallel(&jobs, |job| {
-        let ptx = toolchain.compile(kernels, job.module, job.target)?;
-        let uses = toolchain.assemble(&ptx, job.target)?;
+        let ptx = toolchain.compile(kernels, job.module, job.arch)?;
+        let uses = toolchain.assemble(&ptx, job.arch)?;
         anyhow::Ok((ptx, uses))
     });
     let mut uses: Vec<(&Target, KernelUse)> = Vec::new();
@@ -144,7 +149,7 @@ fn settle(path: &Path, fresh: &str, check: bool) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// PTX of modules that are no more: removed, or with `check` reported.
+/// PTX of modules that are no more, or are not built for the target: removed, or with `check` reported.
 fn orphans(
     kernels: &Path,
     target: &Target,
@@ -158,8 +163,10 @@ fn orphans(
     for entry in entries {
         let path = entry?.path();
         let known = modules.iter().any(|module| {
-            path.file_name()
-                .is_some_and(|n| *n == *format!("{}.ptx", module.name))
+            module.arch_on(target).is_some()
+                && path
+                    .file_name()
+                    .is_some_and(|n| *n == *format!("{}.ptx", module.name))
         });
         if known {
             continue;

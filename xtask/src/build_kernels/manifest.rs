@@ -23,6 +23,26 @@ pub(super) struct Module {
     pub(super) name: String,
     /// File under `src/`.
     pub(super) file: String,
+    /// The one target that it is built for, where it is not all.
+    own: Option<OwnArch>,
+}
+
+impl Module {
+    /// nvcc's `-arch` for `target`; `None` where the module is not built for it.
+    pub(super) fn arch_on<'a>(&'a self, target: &'a Target) -> Option<&'a str> {
+        match &self.own {
+            None => Some(&target.arch),
+            Some(own) => (own.target == target.name).then_some(&own.arch),
+        }
+    }
+}
+
+/// A target and its architecture with the instructions that later ones lack.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OwnArch {
+    target: String,
+    arch: String,
 }
 
 /// The parsed file, with the modules that it leaves to their stems.
@@ -43,6 +63,8 @@ struct File {
     modules: BTreeMap<String, String>,
     #[serde(default)]
     dynamic_shared_bytes: BTreeMap<String, PerTarget>,
+    #[serde(default)]
+    own_arch: BTreeMap<String, OwnArch>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -80,9 +102,23 @@ impl Manifest {
             arch: entry.arch,
             shared_bytes: entry.shared_bytes,
         });
+        let mut modules = modules(file.modules, sources)?;
+        let targets: Vec<Target> = targets.collect();
+        for (name, own) in file.own_arch {
+            let Some(module) = modules.iter_mut().find(|module| module.name == name) else {
+                bail!("KERNEL.toml: own_arch of {name}, which is no module");
+            };
+            if !targets.iter().any(|target| target.name == own.target) {
+                bail!(
+                    "KERNEL.toml: own_arch of {name} on {}, which is no target",
+                    own.target
+                );
+            }
+            module.own = Some(own);
+        }
         Ok(Self {
-            targets: targets.collect(),
-            modules: modules(file.modules, sources)?,
+            targets,
+            modules,
             dynamic: file.dynamic_shared_bytes,
         })
     }
@@ -144,6 +180,7 @@ fn modules(listed: BTreeMap<String, String>, sources: Vec<String>) -> Result<Vec
         .map(|file| Module {
             name: file.trim_end_matches(".cu").to_owned(),
             file: file.clone(),
+            own: None,
         })
         .collect();
     if let Some(taken) = all.iter().find(|module| listed.contains_key(&module.name)) {
@@ -153,7 +190,11 @@ fn modules(listed: BTreeMap<String, String>, sources: Vec<String>) -> Result<Vec
             taken.file
         );
     }
-    all.extend(listed.into_iter().map(|(name, file)| Module { name, file }));
+    all.extend(listed.into_iter().map(|(name, file)| Module {
+        name,
+        file,
+        own: None,
+    }));
     all.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(all)
 }
@@ -192,6 +233,42 @@ mod tests {
             vec!["delta.cu".into(), "group.cu".into()],
         );
         assert!(twice.expect_err("name taken").to_string().contains("group"));
+    }
+
+    #[test]
+    fn module_with_an_own_arch_is_built_for_its_target_alone() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        std::fs::create_dir(dir.path().join("src")).expect("folder is made");
+        for file in ["all.cu", "one.cu"] {
+            std::fs::write(dir.path().join("src").join(file), "").expect("file is written");
+        }
+        let load = |own: &str| {
+            let targets = "[targets]\ngb10 = { arch = \"sm_121\", shared_bytes = 101376 }\n\
+                           h200 = { arch = \"sm_90\", shared_bytes = 232448 }\n";
+            let text = format!("{targets}[own_arch]\n{own}\n");
+            std::fs::write(dir.path().join("KERNEL.toml"), text).expect("file is written");
+            Manifest::load(dir.path())
+        };
+        let manifest = load("one = { target = \"h200\", arch = \"sm_90a\" }").expect("valid");
+        let arch = |module: usize, target: usize| {
+            manifest.modules[module].arch_on(&manifest.targets[target])
+        };
+        assert_eq!((arch(0, 0), arch(0, 1)), (Some("sm_121"), Some("sm_90")));
+        assert_eq!((arch(1, 0), arch(1, 1)), (None, Some("sm_90a")));
+        let no_module = load("two = { target = \"h200\", arch = \"sm_90a\" }");
+        assert!(
+            no_module
+                .expect_err("no such module")
+                .to_string()
+                .contains("two")
+        );
+        let no_target = load("one = { target = \"b200\", arch = \"sm_100a\" }");
+        assert!(
+            no_target
+                .expect_err("no such target")
+                .to_string()
+                .contains("b200")
+        );
     }
 
     #[test]

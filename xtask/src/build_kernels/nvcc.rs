@@ -1,6 +1,6 @@
 //! The pinned CUDA compiler: where it is looked for, how it is installed, how it is called.
 
-use super::manifest::{Module, Target};
+use super::manifest::Module;
 use super::ptxas::{self, KernelUse};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -76,19 +76,14 @@ impl Toolchain {
 
     /// PTX of one module. Runs in the kernels folder on relative paths, so that the text does not depend on where the
     /// repository lies.
-    pub(super) fn compile(
-        &self,
-        kernels: &Path,
-        module: &Module,
-        target: &Target,
-    ) -> Result<String> {
+    pub(super) fn compile(&self, kernels: &Path, module: &Module, arch: &str) -> Result<String> {
         let scratch = tempfile::tempdir()?;
         let out = scratch.path().join("out.ptx");
         let mut command = Command::new(&self.nvcc);
         command
             .current_dir(kernels)
             .arg("-ptx")
-            .arg(format!("-arch={}", target.arch));
+            .arg(format!("-arch={arch}"));
         command
             .args(["-std=c++17", "-O3", "-I", "include"])
             .arg(format!("src/{}", module.file))
@@ -102,8 +97,8 @@ impl Toolchain {
         Ok(std::fs::read_to_string(&out)?)
     }
 
-    /// Assembles PTX for the target and gives what ptxas says each kernel takes.
-    pub(super) fn assemble(&self, ptx: &str, target: &Target) -> Result<Vec<KernelUse>> {
+    /// Assembles PTX for an architecture and gives what ptxas says each kernel takes.
+    pub(super) fn assemble(&self, ptx: &str, arch: &str) -> Result<Vec<KernelUse>> {
         let scratch = tempfile::tempdir()?;
         let (source, out) = (
             scratch.path().join("in.ptx"),
@@ -113,7 +108,7 @@ impl Toolchain {
         let mut command = Command::new(&self.ptxas);
         command
             .arg("-v")
-            .arg(format!("-arch={}", target.arch))
+            .arg(format!("-arch={arch}"))
             .arg(&source)
             .arg("-o")
             .arg(&out);
