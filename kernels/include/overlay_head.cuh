@@ -33,12 +33,7 @@ __device__ __forceinline__ uint32_t kept_shared_address(const void* shared) {
     return address;
 }
 
-__device__ __forceinline__ void copy_async16(uint32_t shared, const void* global, bool present) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
-                 : "memory");
-}
-
-// The same of what is read once a step: the first to leave the L2. The shared address is one that the compiler cannot split into a register and a uniform
+// As `copy_async16`, of what is read once a step: the first to leave the L2. The shared address is one that the compiler cannot split into a register and a uniform
 // register: it makes an illegal instruction of that together with a cache policy.
 __device__ __forceinline__ void copy_once_async16(uint32_t shared, const void* global, bool present) {
     constexpr uint64_t kEvictFirst = 0x12f0000000000000;

@@ -124,21 +124,27 @@ __device__ __forceinline__ uint32_t stage_offset(uint32_t row, uint32_t piece) {
     return row * kRowBytes + ((piece ^ ((row & 1) << 2)) << 4);
 }
 
-// 16 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
-__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) {
-    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(present ? 16 : 0)
-                 : "memory");
-}
-
 // Shared memory by its 32-bit address, which stays in one register.
 using SharedAddress = uint32_t;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* shared) { return SharedAddress(__cvta_generic_to_shared(shared)); }
 
+// 16 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
+__device__ __forceinline__ void copy_async16(SharedAddress to, const void* global, bool present) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(present ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) { copy_async16(shared_address(shared), global, present); }
+
 __device__ __forceinline__ uint4 load_shared16(SharedAddress address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared4(SharedAddress address) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
 }
 

@@ -112,6 +112,36 @@ __device__ __forceinline__ void load_x(const DeltaParams& p, const __nv_bfloat16
     load_chunk<kAligned, false>(x, row + at, int(p.k_in - at));
 }
 
+// The groups of 16 ranks that a block takes of a large tile, maybe of several sites.
+template <int kGroups>
+struct GroupSet {
+    ShrinkWork work[kGroups];
+    Adapter adapter[kGroups];
+
+    // Called by one thread for each of the set's ranks: the row of A of rank `rank` of the set, whose first group is the `first`th of all sites. Past the true
+    // rank the last row is repeated: it makes sums that meet B's zeros. `adapter.rank` is 0 where the tile has no delta at the group's site, or not that many
+    // ranks; its sums are not stored, so that any row will do.
+    __device__ __forceinline__ const __nv_bfloat16* find(const DeltaParams& p, uint32_t entry, uint32_t first, uint32_t rank) {
+        const uint32_t group = rank / kRankGranule;
+        const ShrinkWork own = shrink_work(p, 0, first + group);
+        Adapter found = adapter_of<Factor::kA>(p, p.sites[own.site], entry);
+        if (found.rank <= own.first_rank) found.rank = 0;
+        if (rank % kRankGranule == 0) {
+            work[group] = own;
+            adapter[group] = found;
+        }
+        if (found.rank == 0) return reinterpret_cast<const __nv_bfloat16*>(p.x);
+        return found.matrix + uint64_t(min(own.first_rank + rank % kRankGranule, found.rank - 1)) * p.k_in;
+    }
+
+    // Groups up to the last one with a delta, of the first `most`.
+    __device__ __forceinline__ int count(int most) const {
+        int count = most;
+        while (count > 0 && adapter[count - 1].rank == 0) --count;
+        return count;
+    }
+};
+
 // A warp's chunk sums of 8 rows and 16 ranks, for the other warps.
 __device__ __forceinline__ void put_chunk_sums(float* exchange, const float (&sum)[4], const Lane& lane) {
     float* mine = exchange + (lane.warp * kSmallTileRows + 2 * lane.quarter) * kExchangePitch + lane.group;

@@ -12,35 +12,6 @@
 
 constexpr int kSetGroups = kShrinkSetRanks / kRankGranule;
 
-// The groups of 16 ranks that a block takes of a tile, maybe of several sites.
-struct GroupSet {
-    ShrinkWork work[kSetGroups];
-    Adapter adapter[kSetGroups];
-
-    // Called by one thread for each of the set's ranks: the row of A of rank `rank` of the set, whose first group is the `first`th of all sites. Past the true
-    // rank the last row is repeated: it makes sums that meet B's zeros. `adapter.rank` is 0 where the tile has no delta at the group's site, or not that many
-    // ranks; its sums are not stored, so that any row will do.
-    __device__ __forceinline__ const __nv_bfloat16* find(const DeltaParams& p, uint32_t entry, uint32_t first, uint32_t rank) {
-        const uint32_t group = rank / kRankGranule;
-        const ShrinkWork own = shrink_work(p, 0, first + group);
-        Adapter found = adapter_of<Factor::kA>(p, p.sites[own.site], entry);
-        if (found.rank <= own.first_rank) found.rank = 0;
-        if (rank % kRankGranule == 0) {
-            work[group] = own;
-            adapter[group] = found;
-        }
-        if (found.rank == 0) return reinterpret_cast<const __nv_bfloat16*>(p.x);
-        return found.matrix + uint64_t(min(own.first_rank + rank % kRankGranule, found.rank - 1)) * p.k_in;
-    }
-
-    // Groups up to the last one with a delta, of the first `most`.
-    __device__ __forceinline__ int count(int most) const {
-        int count = most;
-        while (count > 0 && adapter[count - 1].rank == 0) --count;
-        return count;
-    }
-};
-
 // The k blocks that a block takes of a large tile.
 struct KPart {
     uint32_t first;
@@ -84,7 +55,7 @@ struct TiledShrink {
     };
 
     const DeltaParams& p;
-    const GroupSet& set;
+    const GroupSet<kSetGroups>& set;
     const Tile& tile;
     char* stages;
     const __nv_bfloat16* const* rows;  // of x, then of A
@@ -216,7 +187,7 @@ struct TiledShrink {
 
 // A set's groups one after the other, 8 rows at a time.
 template <bool kAligned>
-__device__ __forceinline__ void shrink_groups(const DeltaParams& p, const GroupSet& set, int groups, uint32_t k_block,
+__device__ __forceinline__ void shrink_groups(const DeltaParams& p, const GroupSet<kSetGroups>& set, int groups, uint32_t k_block,
                                               const Tile& tile, const __nv_bfloat16* row, float* exchange) {
 #pragma unroll 1
     for (int group = 0; group < groups; ++group) {
@@ -236,7 +207,7 @@ template <bool kAligned, int kStageK>
 __device__ __forceinline__ void shrink_mixed(const DeltaParams& p, uint32_t parts, uint32_t set_groups) {
     extern __shared__ __align__(128) char shared[];
     __shared__ const __nv_bfloat16* rows[kLargeTileRows + kShrinkSetRanks];
-    __shared__ GroupSet set;
+    __shared__ GroupSet<kSetGroups> set;
     __shared__ Tile tile;  // not in registers, which the sums need
     const Lane lane = lane_of_thread();
     begin_late(p);

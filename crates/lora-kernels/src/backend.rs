@@ -40,6 +40,8 @@ pub struct DeviceCaps {
     pub shared_bytes: u32,
     /// Bytes of the L2 cache, 0 where it plays no part.
     pub l2_bytes: u64,
+    /// Whether kernels that use Hopper's MMA of four warps can run.
+    pub warpgroup_mma: bool,
 }
 
 /// What every backend does. Launches only enqueue: they allocate no device memory and never synchronize.

@@ -34,6 +34,16 @@ pub(crate) const SHRINK_STAGES: u32 = 3;
 /// Most ranks that such a block takes.
 pub(crate) const SHRINK_SET_RANKS: u32 = 96;
 
+/// Threads of a shrink block whose warpgroups multiply: half of them do, the others copy.
+pub(crate) const WARPGROUP_SHRINK_THREADS: u32 = 512;
+
+/// Chunks of k that such a block of up to 64 ranks has room for. With more, a multiprocessor would set more shared memory aside than for the expand kernel that
+/// follows, and run dry in between.
+pub(crate) const WARPGROUP_SHRINK_STAGES: u32 = 3;
+
+/// The same, more ranks.
+pub(crate) const WARPGROUP_SHRINK_WIDE_STAGES: u32 = 2;
+
 /// Floats from one row's 16 ranks to the next where a shrink block's warps exchange chunk sums: free of bank conflicts in the MMA's
 /// output layout.
 pub(crate) const EXCHANGE_PITCH: u32 = 20;

@@ -326,6 +326,7 @@ mod tests {
             units: 2,
             shared_bytes: 0,
             l2_bytes: 0,
+            warpgroup_mma: false,
         }
     }
 

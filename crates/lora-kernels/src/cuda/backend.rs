@@ -75,6 +75,7 @@ impl CudaBackend {
             units: device.multiprocessors,
             shared_bytes: device.shared_bytes,
             l2_bytes: device.l2_bytes,
+            warpgroup_mma: target.has_warpgroup_mma(),
         };
         let mut backend = Self {
             memory,
@@ -237,6 +238,9 @@ impl LoraBackend for CudaBackend {
             }
             Kernel::ShrinkStreamed16 | Kernel::ShrinkStreamed32 => {
                 (&raw mut plan.tile_shares).cast()
+            }
+            Kernel::ShrinkWarpgroup64 | Kernel::ShrinkWarpgroup128 | Kernel::ShrinkWarpgroup192 => {
+                (&raw mut plan.rank_sets).cast()
             }
             _ => (&raw mut plan.shrink_ends).cast(),
         };

@@ -32,6 +32,12 @@ pub enum Kernel {
     ShrinkMixedLow,
     /// The same for rows that are not 16-byte aligned.
     ShrinkUnaligned,
+    /// The same, up to 64 ranks a block that warpgroups multiply; on an H200 alone.
+    ShrinkWarpgroup64,
+    /// The same, up to 128 ranks.
+    ShrinkWarpgroup128,
+    /// The same, up to 192 ranks.
+    ShrinkWarpgroup192,
     /// The k blocks of tiles of more than 8 rows, added up.
     SumBlocks,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
@@ -78,7 +84,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 35] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -90,6 +96,9 @@ impl Kernel {
         Self::ShrinkMixed,
         Self::ShrinkMixedLow,
         Self::ShrinkUnaligned,
+        Self::ShrinkWarpgroup64,
+        Self::ShrinkWarpgroup128,
+        Self::ShrinkWarpgroup192,
         Self::SumBlocks,
         Self::ExpandSmall16,
         Self::ExpandSmall32,
@@ -127,6 +136,9 @@ impl Kernel {
             Self::ShrinkMixed => "lora_shrink_mixed",
             Self::ShrinkMixedLow => "lora_shrink_mixed_low",
             Self::ShrinkUnaligned => "lora_shrink_unaligned",
+            Self::ShrinkWarpgroup64 => "lora_shrink_warpgroup_64",
+            Self::ShrinkWarpgroup128 => "lora_shrink_warpgroup_128",
+            Self::ShrinkWarpgroup192 => "lora_shrink_warpgroup_192",
             Self::SumBlocks => "lora_sum_blocks",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
@@ -197,6 +209,9 @@ impl Kernel {
             | Self::ShrinkMixedLow
             | Self::ShrinkUnaligned
             | Self::SumBlocks => ModuleName::Shrink,
+            Self::ShrinkWarpgroup64 | Self::ShrinkWarpgroup128 | Self::ShrinkWarpgroup192 => {
+                ModuleName::ShrinkWarpgroup
+            }
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64
@@ -232,15 +247,17 @@ enum ModuleName {
     Expand,
     OverlayRows,
     OverlayHead,
+    ShrinkWarpgroup,
 }
 
 impl ModuleName {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::GroupRows,
         Self::Shrink,
         Self::Expand,
         Self::OverlayRows,
         Self::OverlayHead,
+        Self::ShrinkWarpgroup,
     ];
 }
 
@@ -251,7 +268,9 @@ pub struct PtxTarget {
     pub name: &'static str,
     /// Compute capability, `10 * major + minor`.
     pub capability: u32,
-    modules: [&'static str; ModuleName::ALL.len()],
+    modules: [&'static str; ModuleName::ALL.len() - 1],
+    /// [`ModuleName::ShrinkWarpgroup`], whose instructions this very architecture has and no other.
+    warpgroup: Option<&'static str>,
 }
 
 macro_rules! ptx {
@@ -285,15 +304,20 @@ impl PtxTarget {
             name: "gb10",
             capability: 121,
             modules: ptx!("gb10"),
+            warpgroup: None,
         },
         Self {
             name: "h200",
             capability: 90,
             modules: ptx!("h200"),
+            warpgroup: Some(include_str!(
+                "../../../../kernels/ptx/h200/shrink_warpgroup.ptx"
+            )),
         },
     ];
 
-    /// The PTX for a device of this compute capability: built for it exactly, else the newest that the driver can compile for it.
+    /// The PTX for a device of this compute capability: built for it exactly, else the newest that the driver can compile for it, without what that target's
+    /// own architecture alone can run.
     ///
     /// # Errors
     /// [`CudaError::UnsupportedArchitecture`] where every target is newer than the device.
@@ -302,17 +326,33 @@ impl PtxTarget {
         Self::ALL
             .into_iter()
             .find(|target| target.capability <= capability)
+            .map(|target| Self {
+                warpgroup: target.warpgroup.filter(|_| target.capability == capability),
+                ..target
+            })
             .ok_or_else(|| CudaError::UnsupportedArchitecture {
                 major,
                 minor,
                 supported: Self::ALL.iter().map(|t| t.name).collect(),
             })
     }
+
+    /// Whether there are kernels whose warpgroups multiply.
+    pub(super) fn has_warpgroup_mma(&self) -> bool {
+        self.warpgroup.is_some()
+    }
+
+    fn module(&self, name: ModuleName) -> Option<&'static str> {
+        match name {
+            ModuleName::ShrinkWarpgroup => self.warpgroup,
+            _ => Some(self.modules[name as usize]),
+        }
+    }
 }
 
 /// All kernels of a target, loaded into a context and resolved.
 pub(super) struct Kernels {
-    modules: Vec<sys::CUmodule>,
+    modules: [sys::CUmodule; ModuleName::ALL.len()],
     functions: [sys::CUfunction; Kernel::ALL.len()],
 }
 
@@ -326,13 +366,18 @@ impl Kernels {
     /// block of the device may use.
     pub(super) fn load(target: &PtxTarget, device: &driver::Device) -> Result<Self, CudaError> {
         let mut kernels = Self {
-            modules: Vec::new(),
+            modules: [std::ptr::null_mut(); ModuleName::ALL.len()],
             functions: [std::ptr::null_mut(); Kernel::ALL.len()],
         };
-        for ptx in target.modules {
-            kernels.modules.push(driver::load_module(ptx)?);
+        for name in ModuleName::ALL {
+            if let Some(ptx) = target.module(name) {
+                kernels.modules[name as usize] = driver::load_module(ptx)?;
+            }
         }
         for kernel in Kernel::ALL {
+            if target.module(kernel.module()).is_none() {
+                continue;
+            }
             let function =
                 driver::function(kernels.modules[kernel.module() as usize], kernel.symbol())?
                     .ok_or(CudaError::MissingKernel {
@@ -348,14 +393,18 @@ impl Kernels {
         Ok(kernels)
     }
 
+    /// Null, which no launch takes, where the target does not have the kernel.
     pub(super) fn function(&self, kernel: Kernel) -> sys::CUfunction {
         self.functions[kernel as usize]
     }
 
     /// Unloads the modules; the context must be current and no launch pending.
     pub(super) fn unload(&mut self) {
-        for module in self.modules.drain(..) {
-            driver::unload_module(module);
+        for module in &mut self.modules {
+            let module = std::mem::replace(module, std::ptr::null_mut());
+            if !module.is_null() {
+                driver::unload_module(module);
+            }
         }
     }
 }
@@ -382,17 +431,29 @@ mod tests {
     }
 
     #[test]
-    fn every_symbol_is_in_the_ptx_of_every_target() {
+    fn every_symbol_is_in_the_ptx_of_every_target_that_has_its_module() {
         for target in PtxTarget::ALL {
             for kernel in Kernel::ALL {
                 let entry = format!(".entry {}(", kernel.symbol());
+                let module = target.module(kernel.module());
                 assert!(
-                    target.modules[kernel.module() as usize].contains(&entry),
+                    module.is_none_or(|ptx| ptx.contains(&entry)),
                     "{} {entry}",
                     target.name
                 );
             }
         }
+    }
+
+    #[test]
+    fn warpgroups_multiply_on_the_architecture_that_has_them_alone() {
+        let on = |major, minor| {
+            PtxTarget::for_device(major, minor)
+                .unwrap()
+                .has_warpgroup_mma()
+        };
+        assert!(on(9, 0));
+        assert!(!on(10, 0) && !on(12, 0) && !on(12, 1));
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub struct DeltaPlan {
     pub shrink_groups: u32,
     /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
     pub k_parts: u32,
+    /// Sets that the ranks of all sites are cut into for blocks of the shrink grid of large tiles.
+    pub rank_sets: u32,
     /// Shares of a tile's rows that blocks of the shrink grid of spread rows take.
     pub tile_shares: u32,
     /// The k blocks of large tiles added up, where there may be any and expand blocks do not do it themselves.
@@ -54,7 +56,7 @@ const MOST_GRID_YZ: u32 = 65_535;
 /// ```
 /// use lora_kernels::{DeviceCaps, Problem, cuda};
 ///
-/// let caps = DeviceCaps { name: "GB10".into(), units: 48, shared_bytes: 101_376, l2_bytes: 24 << 20 };
+/// let caps = DeviceCaps { name: "GB10".into(), units: 48, shared_bytes: 101_376, l2_bytes: 24 << 20, warpgroup_mma: false };
 /// let plan = cuda::plan(&Problem::uniform(1, 1, 16, (4096, &[4096])), &caps);
 /// assert_eq!(plan.shrink.grid, [4, 1, 1]);
 /// assert!(plan.to_string().contains("lora_shrink_small <<<4x1x1, 256, 0 B>>>"));
@@ -112,6 +114,7 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
         shrink_ends: shrink.ends,
         shrink_groups: shrink.groups,
         k_parts: shrink.parts,
+        rank_sets: shrink.sets,
         tile_shares: shrink.shares,
         sum,
         expand,

@@ -129,6 +129,7 @@ impl HostBackend {
             units: pool.threads() as u32,
             shared_bytes: 32 << 10,
             l2_bytes: 0,
+            warpgroup_mma: false,
         };
         Self {
             state: Mutex::new(State {

@@ -30,6 +30,22 @@ fn mixed_shape(seed: u64) -> BatchShape {
     }
 }
 
+/// Rows of x that are 16-byte aligned, and so many ranks as `sites` sites of 64 have.
+fn aligned_shape(seed: u64, sites: usize) -> BatchShape {
+    let site = SiteShape {
+        n_out: 72,
+        gap: 0,
+        max_rank: 64,
+    };
+    BatchShape {
+        k_in: 2104,
+        x_gap: 8,
+        ranks: vec![64, 24, 40],
+        sites: vec![site; sites],
+        ..mixed_shape(seed)
+    }
+}
+
 fn assert_same(what: &str, batch: &Batch, a: &[Vec<bf16>], b: &[Vec<bf16>]) {
     for (site, (a, b)) in a.iter().zip(b).enumerate() {
         for row in 0..batch.rows() {
@@ -93,13 +109,16 @@ pub fn small_tiles_equal_large_tiles(backend: &TestBackend) {
         (1, Routing::Same),
         (100, Routing::Skewed),
         (130, Routing::Same),
+        (300, Routing::Skewed),
     ] {
         let slots = routing.row_slots(&mut rng, rows, 5);
-        let batch = Batch::random(&mixed_shape(3), &slots);
-        for via in [Via::Pair, Via::Routed] {
-            let small = batch.run(backend, via, options(u32::MAX));
-            let large = batch.run(backend, via, options(0));
-            assert_same("small and large tiles", &batch, &small, &large);
+        for shape in std::iter::once(mixed_shape(3)).chain((1..=4).map(|n| aligned_shape(3, n))) {
+            let batch = Batch::random(&shape, &slots);
+            for via in [Via::Pair, Via::Routed] {
+                let small = batch.run(backend, via, options(u32::MAX));
+                let large = batch.run(backend, via, options(0));
+                assert_same("small and large tiles", &batch, &small, &large);
+            }
         }
     }
 }

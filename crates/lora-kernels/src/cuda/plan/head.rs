@@ -183,6 +183,7 @@ mod tests {
             units,
             shared_bytes,
             l2_bytes: 0,
+            warpgroup_mma: false,
         }
     }
 

@@ -59,6 +59,7 @@ mod tests {
             units: 132,
             shared_bytes: 0,
             l2_bytes: 0,
+            warpgroup_mma: false,
         };
         for (rows, blocks) in [(1, 1), (132, 132), (133, 67), (256, 128)] {
             let params = ReplaceRowsParams {

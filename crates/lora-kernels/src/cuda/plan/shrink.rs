@@ -5,7 +5,7 @@ use crate::cuda::Kernel;
 use crate::params::{
     BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, FLAG_SPREAD, LARGE_TILE_ROWS,
     MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, STREAM_SLOTS,
-    SUM_THREADS,
+    SUM_THREADS, WARPGROUP_SHRINK_STAGES, WARPGROUP_SHRINK_THREADS, WARPGROUP_SHRINK_WIDE_STAGES,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
@@ -28,6 +28,14 @@ const FEW_ROWS_AN_ENTRY: u32 = LARGE_TILE_ROWS / 4;
 const MOST_SHARES: u32 = 8;
 /// Slices of a large tile that are summed by a block each; more would have too little to do.
 const MOST_SLICES_OF_A_TILE: u32 = 16;
+/// Groups of 16 ranks that a warpgroup multiplies at a time.
+const WARPGROUP_GROUPS: u32 = 64 / RANK_GRANULE;
+/// The shrink kernels whose warpgroups multiply, by how many times those groups a block takes, one first.
+const WARPGROUP_KERNELS: [Kernel; 3] = [
+    Kernel::ShrinkWarpgroup64,
+    Kernel::ShrinkWarpgroup128,
+    Kernel::ShrinkWarpgroup192,
+];
 /// Parts of the k blocks that are considered.
 const MOST_PARTS: u32 = 64;
 
@@ -37,6 +45,7 @@ pub(super) struct ShrinkPlan {
     pub(super) ends: [u32; MAX_SITES],
     pub(super) groups: u32,
     pub(super) parts: u32,
+    pub(super) sets: u32,
     pub(super) shares: u32,
 }
 
@@ -65,6 +74,11 @@ pub(super) fn plan_shrink(
     if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= most_streamed {
         return plan_streamed(params, group_ends, caps);
     }
+    // Fewer ranks leave its blocks waiting for x alone, which the others ask for sooner; tiles that are seldom full are better dealt out one at a time.
+    let spread = params.flags & FLAG_SPREAD != 0;
+    if aligned && caps.warpgroup_mma && !spread && groups >= WARPGROUP_GROUPS {
+        return plan_warpgroups(params, group_ends, caps);
+    }
     let (sets, set_groups) = group_sets(groups);
     let stages = |stage_k| stage_bytes(set_groups * RANK_GRANULE, stage_k);
     let (kernel, shared_bytes) = if !aligned {
@@ -90,6 +104,7 @@ pub(super) fn plan_shrink(
         ends: group_ends,
         groups: set_groups,
         parts,
+        sets,
         shares: 1,
     }
 }
@@ -138,6 +153,7 @@ fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCap
         ends,
         groups,
         parts: params.k_blocks,
+        sets: 1,
         shares: 1,
     }
 }
@@ -166,8 +182,48 @@ fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps
         ends,
         groups: 1,
         parts: params.k_blocks,
+        sets: 1,
         shares,
     }
+}
+
+/// The shrink whose warpgroups multiply: a block a multiprocessor, which finds its share of tiles, sets of ranks and k blocks itself; no more blocks than end
+/// soonest.
+fn plan_warpgroups(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps) -> ShrinkPlan {
+    let groups = ends[MAX_SITES - 1];
+    let fewest_sets = groups.div_ceil(WARPGROUP_GROUPS * WARPGROUP_KERNELS.len() as u32);
+    let units = groups.div_ceil(fewest_sets).div_ceil(WARPGROUP_GROUPS);
+    let set_groups = units * WARPGROUP_GROUPS;
+    let sets = groups.div_ceil(set_groups);
+    // Blocks may take halves of a tile's k block.
+    let halves =
+        2 * u64::from(usual_tiles(params).max(1)) * u64::from(sets) * u64::from(params.k_blocks);
+    let turns = halves.div_ceil(caps.units.max(1).into());
+    ShrinkPlan {
+        launch: KernelPlan {
+            kernel: WARPGROUP_KERNELS[units as usize - 1],
+            grid: [halves.div_ceil(turns.max(2)) as u32, 1, 1],
+            block: WARPGROUP_SHRINK_THREADS,
+            shared_bytes: warpgroup_stage_bytes(set_groups),
+        },
+        ends,
+        groups: set_groups,
+        parts: params.k_blocks,
+        sets,
+        shares: 1,
+    }
+}
+
+/// All stages of such a block: rows of x and pieces of A, each 16 bytes further on the banks than the last.
+fn warpgroup_stage_bytes(groups: u32) -> u32 {
+    let stages = if groups > WARPGROUP_GROUPS {
+        WARPGROUP_SHRINK_WIDE_STAGES
+    } else {
+        WARPGROUP_SHRINK_STAGES
+    };
+    let x = LARGE_TILE_ROWS * (CHUNK_K * 2 + 16);
+    let a = CHUNK_K / 8 * (groups * RANK_GRANULE * 16 + 16);
+    stages * (x + a)
 }
 
 /// Sets that the 16-rank groups of all sites are cut into, as few and as equal as there can be, and the groups of one.

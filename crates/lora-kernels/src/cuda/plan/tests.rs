@@ -13,6 +13,7 @@ fn gb10() -> DeviceCaps {
         units: 48,
         shared_bytes: GB10_SHARED,
         l2_bytes: 24 << 20,
+        warpgroup_mma: false,
     }
 }
 
@@ -41,6 +42,7 @@ fn h200() -> DeviceCaps {
         units: 132,
         shared_bytes: 232_448,
         l2_bytes: 60 << 20,
+        warpgroup_mma: true,
     }
 }
 
@@ -120,12 +122,45 @@ fn a_printed_plan_names_every_kernel() {
 #[test]
 fn shared_memory_for_whole_chunks_is_used_where_there_is_so_much() {
     let problem = Problem::uniform(4096, 1, 64, (4096, &[4096, 1024, 1024]));
-    let plan = plan_delta(&params(&problem), &h200());
+    let caps = DeviceCaps {
+        warpgroup_mma: false,
+        ..h200()
+    };
+    let plan = plan_delta(&params(&problem), &caps);
     assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
     assert_eq!(plan.shrink.shared_bytes, 3 * (128 + 96) * 256);
     // 32 tiles, twice 6 groups, and two parts of the k blocks: a block for all but 4 of 132 multiprocessors.
     assert_eq!((plan.shrink_groups, plan.k_parts), (6, 2));
-    assert_eq!(plan.shrink.grid[0], 4);
+    assert_eq!((plan.shrink.grid[0], plan.rank_sets), (4, 2));
+}
+
+#[test]
+fn warpgroups_multiply_where_there_are_ranks_enough() {
+    let plan = |rank, k_in, sites: &[u32], flags| {
+        let mut params = params(&Problem::uniform(4096, 1, rank, (k_in, sites)));
+        params.flags = flags;
+        plan_delta(&params, &h200())
+    };
+    let shrink = |rank, k_in, sites: &[u32]| {
+        let plan = plan(rank, k_in, sites, 0);
+        (plan.shrink.kernel, plan.rank_sets, plan.shrink.grid)
+    };
+    // 32 tiles and 4 k blocks.
+    let qkv = shrink(64, 4096, &[4096, 1024, 1024]);
+    assert_eq!(qkv, (Kernel::ShrinkWarpgroup192, 1, [128, 1, 1]));
+    let gate_up = shrink(64, 4096, &[14336, 14336]);
+    assert_eq!(gate_up, (Kernel::ShrinkWarpgroup128, 1, [128, 1, 1]));
+    // 14 k blocks: seven halves a block.
+    let down = shrink(64, 14336, &[4096]);
+    assert_eq!(down, (Kernel::ShrinkWarpgroup64, 1, [128, 1, 1]));
+    let four = shrink(64, 4096, &[64; 4]);
+    assert_eq!(four, (Kernel::ShrinkWarpgroup128, 2, [128, 1, 1]));
+    let wide = plan(64, 4096, &[4096, 1024, 1024], 0).shrink;
+    let stage = 128 * (256 + 16) + 16 * (192 * 16 + 16);
+    assert_eq!((wide.block, wide.shared_bytes), (512, 2 * stage));
+    assert_eq!(shrink(16, 4096, &[64; 3]).0, Kernel::ShrinkMixed);
+    let spread = plan(64, 4096, &[64], FLAG_SPREAD).shrink.kernel;
+    assert_eq!(spread, Kernel::ShrinkMixed);
 }
 
 #[test]
@@ -359,6 +394,20 @@ fn problems() -> impl Strategy<Value = Problem> {
 }
 
 proptest! {
+    #[test]
+    fn warpgroups_take_all_ranks_and_fit_an_h200(problem in problems()) {
+        let plan = plan_delta(&params(&problem), &h200());
+        // What a block of the widest has besides.
+        let fixed = 8960;
+        prop_assert!(plan.shrink.shared_bytes + fixed <= h200().shared_bytes, "{}", plan.shrink);
+        prop_assert!(plan.shrink.grid.iter().all(|&blocks| blocks > 0), "{}", plan.shrink);
+        if plan.shrink.block == crate::params::WARPGROUP_SHRINK_THREADS {
+            let all: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
+            prop_assert!(plan.rank_sets * plan.shrink_groups >= all, "{}", plan.shrink);
+            prop_assert!(plan.shrink.grid[0] <= h200().units, "{}", plan.shrink);
+        }
+    }
+
     #[test]
     fn every_launch_fits_a_gb10(problem in problems(), slots in 1_u32..1 << 21, rows in 1_u32..1 << 24, flags in prop::sample::select(vec![0, FLAG_SPREAD])) {
         let mut params = params(&problem);
