@@ -245,7 +245,7 @@ __device__ __forceinline__ void shrink_mixed(const DeltaParams& p, uint32_t part
     wait_late();
 }
 
-constexpr int kSumAhead = 4;
+constexpr int kSumAhead = 8;
 
 // `x @ A^T` of large tiles: a block takes some rows of a tile at one site. Slices of a tile; tiles; sites.
 __device__ __forceinline__ void sum_blocks(const DeltaParams& p) {

@@ -187,6 +187,7 @@ impl Kernel {
             | Self::HeadSplitLow
             | Self::HeadUnaligned
             | Self::HeadWide => Some(ALL_SHARED),
+            Self::SumBlocks | Self::ExpandMixed64 => Some(164 << 10),
             _ => None,
         }
     }
