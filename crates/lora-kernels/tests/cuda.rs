@@ -30,8 +30,12 @@ macro_rules! on_gpu {
     };
 }
 
+// Random shapes are cut in four for sanitizers, which slow tests down a hundredfold but can take several at a time.
 on_gpu! {
-    random_shapes_match_the_reference => correctness::random_shapes_match_the_reference;
+    random_shapes_match_the_reference_1 => |backend| correctness::random_shapes_match_the_reference(backend, 0..11);
+    random_shapes_match_the_reference_2 => |backend| correctness::random_shapes_match_the_reference(backend, 11..22);
+    random_shapes_match_the_reference_3 => |backend| correctness::random_shapes_match_the_reference(backend, 22..33);
+    random_shapes_match_the_reference_4 => |backend| correctness::random_shapes_match_the_reference(backend, 33..correctness::RANDOM_SHAPES);
     long_batches_match_the_reference => correctness::long_batches_match_the_reference;
     many_sites_match_the_reference => correctness::many_sites_match_the_reference;
     base_rows_keep_their_bits => correctness::base_rows_keep_their_bits;

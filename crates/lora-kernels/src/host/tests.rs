@@ -18,7 +18,7 @@ macro_rules! bodies {
 }
 
 bodies! {
-    correctness::random_shapes_match_the_reference(),
+    correctness::random_shapes_match_the_reference(0..correctness::RANDOM_SHAPES),
     correctness::long_batches_match_the_reference(),
     correctness::many_sites_match_the_reference(),
     correctness::base_rows_keep_their_bits(),

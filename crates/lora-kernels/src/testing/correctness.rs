@@ -4,6 +4,7 @@ use super::batch::same_bits;
 use super::{Batch, BatchShape, DeviceBatch, Fill, Rng, SiteShape, TestAdapter, TestBackend, Via};
 use crate::{Applied, LaunchOptions, Skip, Stream};
 use half::bf16;
+use std::ops::Range;
 
 /// How the rows of a batch share slots out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,8 +49,11 @@ impl Routing {
     }
 }
 
-/// Ranks, widths and row counts on and off every boundary of the kernels, one to four sites, gaps in x and out.
-pub fn random_shapes_match_the_reference(backend: &TestBackend) {
+/// How many shapes [`random_shapes_match_the_reference`] has.
+pub const RANDOM_SHAPES: usize = 44;
+
+/// Ranks, widths and row counts on and off every boundary of the kernels, one to four sites, gaps in x and out: the given ones of [`RANDOM_SHAPES`].
+pub fn random_shapes_match_the_reference(backend: &TestBackend, shapes: Range<usize>) {
     const RANKS: [u32; 11] = [1, 4, 8, 12, 16, 24, 48, 64, 128, 256, 512];
     const DIMS: [(u32, u32); 9] = [
         (1024, 64),
@@ -64,8 +68,8 @@ pub fn random_shapes_match_the_reference(backend: &TestBackend) {
     ];
     const ROWS: [usize; 8] = [1, 7, 8, 9, 33, 48, 49, 257];
     const SLOTS: [u32; 6] = [1, 2, 3, 8, 64, 512];
-    let mut rng = Rng::new(17);
-    for index in 0..44_usize {
+    for index in shapes {
+        let mut rng = Rng::new(17 + index as u64);
         let rank = RANKS[index % RANKS.len()];
         // Large ranks with many slots would spend the time in making data.
         let slots = SLOTS[index % SLOTS.len()].min(4096 / rank);
