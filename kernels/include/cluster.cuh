@@ -1,4 +1,4 @@
-// Clusters of blocks: shared memory of one that others read, sums sent from one's to another's, and barriers that count them.
+// Clusters of blocks: shared memory of one that others read, and sums sent from one's to another's, which its barriers count.
 #pragma once
 
 #include <cstdint>
@@ -36,28 +36,4 @@ __device__ __forceinline__ void store_async16(uint32_t there, uint32_t barrier_t
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), "f"(v[0]), "f"(v[1]),
                  "f"(v[2]), "f"(v[3]), "r"(barrier_there)
                  : "memory");
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Makes barriers visible to the cluster; what follows is `cluster_arrive`.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier_there) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_there) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n\t.reg .pred done;\n\t"
-        "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-        "@!done bra again;\n\t}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
 }

@@ -136,6 +136,11 @@ __device__ __forceinline__ void copy_async16(SharedAddress to, const void* globa
 
 __device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) { copy_async16(shared_address(shared), global, present); }
 
+// 8 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
+__device__ __forceinline__ void copy_async8(SharedAddress to, const void* global, bool present) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(present ? 8 : 0) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(SharedAddress address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

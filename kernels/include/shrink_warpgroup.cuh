@@ -11,7 +11,7 @@
 // A block takes an equal share of the work, whatever tiles that touches: runs of k blocks of a tile, one after the other without a break in the copies.
 #pragma once
 
-#include "cluster.cuh"
+#include "barrier.cuh"
 #include "shrink.cuh"
 #include "warpgroup.cuh"
 
@@ -19,61 +19,6 @@
 constexpr int kMultiplyThreads = 2 * kWarpgroupThreads;
 constexpr int kCopyThreads = kWarpgroupShrinkThreads - kMultiplyThreads;
 static_assert(kLargeTileRows == 2 * kWarpgroupRows);
-
-// Bytes of a barrier.
-constexpr int kBarrierBytes = 8;
-
-// 8 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
-__device__ __forceinline__ void copy_async8(SharedAddress to, const void* global, bool present) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(present ? 8 : 0) : "memory");
-}
-
-// Arrives at a barrier once the thread's copies so far have.
-__device__ __forceinline__ void barrier_arrive_after_copies(SharedAddress barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives at a barrier of the block's own, where `arrives`; not branched around, which would keep MMAs from being under way meanwhile.
-__device__ __forceinline__ void barrier_arrive_if(bool arrives, SharedAddress barrier) {
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\t@p mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n\t}" ::"r"(barrier),
-                 "r"(static_cast<uint32_t>(arrives))
-                 : "memory");
-}
-
-// Slots of shared memory that are filled and read in turn, a barrier for each that is full and one for each that is empty again.
-template <int kSlots>
-struct Ring {
-    SharedAddress barriers;
-    uint32_t slot = 0;
-    uint32_t round = 0;
-
-    static constexpr int kBarriers = 2 * kSlots;
-
-    __device__ __forceinline__ explicit Ring(const uint64_t* barriers) : barriers(shared_address(barriers)) {}
-
-    __device__ __forceinline__ void init(uint32_t fillers, uint32_t readers) const {
-        for (int i = 0; i < kSlots; ++i) {
-            barrier_init(barriers + i * kBarrierBytes, fillers);
-            barrier_init(barriers + (kSlots + i) * kBarrierBytes, readers);
-        }
-    }
-
-    __device__ __forceinline__ SharedAddress full() const { return barriers + slot * kBarrierBytes; }
-
-    __device__ __forceinline__ SharedAddress empty() const { return full() + kSlots * kBarrierBytes; }
-
-    __device__ __forceinline__ void wait_full() const { barrier_wait(full(), round & 1); }
-
-    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), round & 1 ^ 1); }
-
-    // By every thread of a warp that has read the slot.
-    __device__ __forceinline__ void give_back() const { barrier_arrive_if(threadIdx.x % 32 == 0, empty()); }
-
-    __device__ __forceinline__ void advance() {
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
-        round += slot == 0;
-    }
-};
 
 // Some k blocks of some rows of a tile, for a set of groups of 16 ranks. Without chunks, the end of a block's work.
 template <int kGroups>
