@@ -48,6 +48,8 @@ const RUN_SH: &str = r#"#!/usr/bin/env bash
 # ./run.sh verify [BACKEND]   every recorded case that its audit lets in, on the GPU unless BACKEND is host
 # ./run.sh bench [FILTER...]  every bench; bench-lora-kernels-cuda-delta ends with a table of all its shapes
 # ./run.sh table              that table alone, from `lora bench`
+# ./run.sh sanitize [TOOL...] compute-sanitizer's tools, all four unless some are named, over every test that uses the GPU, a process each:
+#                             JOBS of them at a time (8), up to LIMIT seconds each (600); what is not clean is kept under sanitizer/
 # ./run.sh lora ARGS...       the command line tool
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
@@ -69,6 +71,36 @@ verify() {
     run bin/lora verify --backend "${1:-cuda}" "${options[@]}" "${cases[@]}"
     echo "== verified ${#cases[@]} recorded cases"
 }
+sanitize_one() {
+    local tool=$1 test=$2 name=$3 log="sanitizer/$1.${3//:/_}.txt"
+    timeout "$LIMIT" compute-sanitizer --tool "$tool" "$test" --exact "$name" >"$log" 2>&1
+    if [ $? = 124 ]; then
+        echo "unfinished: $tool $name, $LIMIT s"
+    elif grep -q 'test result: ok. 1 passed' "$log" && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log"; then
+        rm "$log"
+        echo "clean: $tool $name"
+    else
+        echo "FOUND: $tool $name, see $log"
+    fi
+}
+sanitize() {
+    command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer, of the CUDA toolkit, is not on the PATH"; failed=1; return; }
+    [ $# -gt 0 ] || set -- memcheck racecheck synccheck initcheck
+    export LIMIT=${LIMIT:-600}
+    export -f sanitize_one
+    rm -rf sanitizer
+    mkdir sanitizer
+    for tool in "$@"; do
+        for test in bin/test-*; do
+            # A thousand equal runs teach a sanitizer no more than one.
+            "$test" --list 2>/dev/null | sed -n 's/: test$//p' | grep -v a_thousand_runs | while read -r name; do
+                case "$test $name" in *cuda*) echo "$tool $test $name" ;; esac
+            done
+        done
+    done | xargs -P "${JOBS:-8}" -L 1 bash -c 'sanitize_one "$@"' _ | tee sanitizer/summary.txt
+    ! grep -qv '^clean: ' sanitizer/summary.txt || failed=1
+    echo "== $(grep -c '^clean: ' sanitizer/summary.txt) clean of $(wc -l <sanitizer/summary.txt)"
+}
 case "${1:-}" in
     lora)
         shift
@@ -79,6 +111,10 @@ case "${1:-}" in
         ;;
     table)
         run bin/lora bench --backend cuda
+        ;;
+    sanitize)
+        shift
+        sanitize "$@"
         ;;
     bench)
         shift
@@ -270,6 +306,12 @@ fn folder_bytes(folder: &Path) -> Result<u64> {
 mod tests {
     use super::*;
 
+    fn put_executable(path: &Path, text: &str) {
+        std::fs::write(path, text).expect("file is written");
+        let chmod = Command::new("chmod").arg("+x").arg(path).status();
+        assert!(chmod.expect("chmod runs").success());
+    }
+
     /// A bundle whose one test passes, or fails when told to, whose bench and tool print their arguments, and of whose two cases
     /// one is refused.
     fn bundle() -> tempfile::TempDir {
@@ -288,13 +330,7 @@ mod tests {
                 "#!/bin/sh\nfor last; do :; done\ncase \"$1 $last\" in audit*bad/adapter) exit 1 ;; esac\necho \"lora $*\"\n",
             ),
         ] {
-            std::fs::write(bin.join(name), text).expect("file is written");
-            let status = Command::new("chmod")
-                .arg("+x")
-                .arg(bin.join(name))
-                .status()
-                .expect("chmod runs");
-            assert!(status.success());
+            put_executable(&bin.join(name), text);
         }
         for case in ["bad", "good"] {
             let case = dir.path().join("data/cases").join(case);
@@ -302,6 +338,44 @@ mod tests {
             std::fs::write(case.join("golden.safetensors"), "").expect("file is written");
         }
         dir
+    }
+
+    /// A `compute-sanitizer` that finds something in a test called `racy` by one tool, and does not end in one called `slow`.
+    const SANITIZER: &str = "#!/bin/sh\ntool=$2; shift 2\necho \"test result: ok. 1 passed\"\n\
+        case \"$tool $*\" in\nracecheck*racy) echo \"RACECHECK SUMMARY: 100 hazards displayed\" ;;\n\
+        *slow) sleep 60 ;;\nracecheck*) echo \"RACECHECK SUMMARY: 0 hazards displayed\" ;;\n*) echo \"ERROR SUMMARY: 0 errors\" ;;\nesac\n";
+
+    #[test]
+    fn script_tells_what_sanitizers_found_from_what_did_not_end() {
+        let dir = bundle();
+        let test = "#!/bin/sh\necho a: test\necho racy: test\necho slow: test\necho a_thousand_runs: test\n";
+        put_executable(&dir.path().join("bin/test-b-cuda"), test);
+        put_executable(&dir.path().join("compute-sanitizer"), SANITIZER);
+        let path = std::env::var("PATH").expect("a PATH");
+        let output = Command::new(dir.path().join("run.sh"))
+            .args(["sanitize", "memcheck", "racecheck"])
+            .env("PATH", format!("{}:{path}", dir.path().display()))
+            .env("LIMIT", "1")
+            .output()
+            .expect("bash runs");
+        let text = String::from_utf8_lossy(&output.stdout);
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_unstable();
+        assert_eq!(
+            lines,
+            [
+                "== 3 clean of 6",
+                "FOUND: racecheck racy, see sanitizer/racecheck.racy.txt",
+                "clean: memcheck a",
+                "clean: memcheck racy",
+                "clean: racecheck a",
+                "unfinished: memcheck slow, 1 s",
+                "unfinished: racecheck slow, 1 s",
+            ]
+        );
+        assert!(!output.status.success());
+        assert!(dir.path().join("sanitizer/racecheck.racy.txt").exists());
+        assert!(!dir.path().join("sanitizer/racecheck.a.txt").exists());
     }
 
     fn output(dir: &Path, arguments: &[&str]) -> (bool, String) {
