@@ -97,18 +97,16 @@ fn first_launch(problem: &Problem) -> DeltaParams {
 
 /// Plans a delta launch.
 pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
-    let sites = &params.sites[..params.site_count as usize];
-    let max_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     let small = params.tile_rows <= SMALL_TILE_ROWS && params.max_tiles <= MOST_GRID_YZ;
-    let shrink = plan_shrink(params, sites, small, caps);
+    let shrink = plan_shrink(params, small, caps);
     let open = shrink.launch.kernel.leaves_sums_open();
     let kernel = expand_kernel(params, caps, small, open);
-    let expand_runs = expand_runs(params, sites, kernel, caps);
-    let block_ends = ends(sites, |site| {
+    let expand_runs = expand_runs(params, kernel, caps);
+    let block_ends = ends(params, |site| {
         site.n_out.div_ceil(expand_runs * EXPAND_BLOCK_OUTPUTS)
     });
-    let expand = plan_expand(params, max_rank, kernel, block_ends);
-    let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params, max_rank));
+    let expand = plan_expand(params, kernel, block_ends);
+    let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params));
     DeltaPlan {
         shrink: shrink.launch,
         shrink_ends: shrink.ends,
@@ -123,11 +121,27 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     }
 }
 
+/// The sites that a launch has.
+fn sites(params: &DeltaParams) -> &[DeltaSite] {
+    &params.sites[..params.site_count as usize]
+}
+
+/// The largest padded rank of any of them.
+fn max_rank(params: &DeltaParams) -> u32 {
+    let ranks = sites(params).iter().map(|site| site.max_rank);
+    ranks.max().unwrap_or(0)
+}
+
+/// Whether a router spreads the rows over the entries.
+fn is_spread(params: &DeltaParams) -> bool {
+    params.flags & FLAG_SPREAD != 0
+}
+
 /// Where each site's share ends; unused sites end where the last one does.
-fn ends(sites: &[DeltaSite], share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SITES] {
+fn ends(params: &DeltaParams, share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SITES] {
     let mut end = 0;
     std::array::from_fn(|index| {
-        end += sites.get(index).map_or(0, &share);
+        end += sites(params).get(index).map_or(0, &share);
         end
     })
 }
@@ -135,7 +149,7 @@ fn ends(sites: &[DeltaSite], share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SIT
 /// Tiles of rows that are spread evenly over as many entries as there can be, or at random where a router spreads them. Only uneven batches have more.
 fn usual_tiles(params: &DeltaParams) -> u32 {
     let even = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
-    let entries = if params.flags & FLAG_SPREAD != 0 {
+    let entries = if is_spread(params) {
         entries_hit(params.slots, params.rows)
     } else {
         params.slots.min(params.rows)

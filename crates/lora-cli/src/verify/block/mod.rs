@@ -14,6 +14,7 @@ use super::stacked::expert_weight;
 use lora_runtime::config::{ModelFamily, ModelSpec, MoeSpec};
 use lora_runtime::weights::ExpertProj;
 use std::num::NonZeroU32;
+
 /// Largest distance, as a fraction of the largest base output, at which a recorded base still is what its parameters give: they are F32 both.
 const SAME_BASE: f32 = 1e-4;
 

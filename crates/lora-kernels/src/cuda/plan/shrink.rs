@@ -1,11 +1,11 @@
 //! Shrink: which kernel, over which shares of tiles, ranks and k.
 
-use super::{MOST_GRID_YZ, ends, usual_tiles};
+use super::{MOST_GRID_YZ, ends, is_spread, max_rank, usual_tiles};
 use crate::cuda::Kernel;
 use crate::params::{
-    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, FLAG_SPREAD, LARGE_TILE_ROWS,
-    MAX_SITES, SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, STREAM_SLOTS,
-    SUM_THREADS, WARPGROUP_SHRINK_STAGES, WARPGROUP_SHRINK_THREADS, WARPGROUP_SHRINK_WIDE_STAGES,
+    BLOCK_K, CHUNK_K, DeltaParams, EXCHANGE_PITCH, LARGE_TILE_ROWS, MAX_SITES, SHRINK_SET_RANKS,
+    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, STREAM_SLOTS, SUM_THREADS,
+    WARPGROUP_SHRINK_STAGES, WARPGROUP_SHRINK_THREADS, WARPGROUP_SHRINK_WIDE_STAGES,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
@@ -50,33 +50,26 @@ pub(super) struct ShrinkPlan {
 }
 
 /// Plans the first launch of a delta.
-pub(super) fn plan_shrink(
-    params: &DeltaParams,
-    sites: &[DeltaSite],
-    small: bool,
-    caps: &DeviceCaps,
-) -> ShrinkPlan {
+pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) -> ShrinkPlan {
     let aligned = params.k_in.is_multiple_of(8)
         && params.x_stride.is_multiple_of(8)
         && params.x.is_multiple_of(16);
-    let group_ends = ends(sites, |site| site.max_rank / RANK_GRANULE);
+    let group_ends = ends(params, |site| site.max_rank / RANK_GRANULE);
     let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
-        return plan_small_shrink(params, sites, caps);
+        return plan_small_shrink(params, caps);
     }
-    let most_rank = sites.iter().map(|site| site.max_rank).max().unwrap_or(0);
     let few_rows = u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY);
     let most_streamed = if few_rows {
         MOST_STREAMED_RANK_OF_FEW
     } else {
         MOST_STREAMED_RANK
     };
-    if aligned && params.flags & FLAG_SPREAD != 0 && most_rank <= most_streamed {
+    if aligned && is_spread(params) && max_rank(params) <= most_streamed {
         return plan_streamed(params, group_ends, caps);
     }
     // Fewer ranks leave its blocks waiting for x alone, which the others ask for sooner; tiles that are seldom full are better dealt out one at a time.
-    let spread = params.flags & FLAG_SPREAD != 0;
-    if aligned && caps.warpgroup_mma && !spread && groups >= WARPGROUP_GROUPS {
+    if aligned && caps.warpgroup_mma && !is_spread(params) && groups >= WARPGROUP_GROUPS {
         return plan_warpgroups(params, group_ends, caps);
     }
     let (sets, set_groups) = group_sets(groups);
@@ -110,11 +103,11 @@ pub(super) fn plan_shrink(
 }
 
 /// k blocks; sites and ranks; tiles. Blocks loop over the tiles that the grid has none for: blocks that find nothing to do keep the next kernel waiting.
-fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCaps) -> ShrinkPlan {
+fn plan_small_shrink(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
     let tiles = usual_tiles(params);
     let room = SMALL_SHRINK_BLOCKS_A_UNIT * u64::from(caps.units.max(1));
     let ends_of = |groups: u32| {
-        ends(sites, |site| {
+        ends(params, |site| {
             (site.max_rank / RANK_GRANULE).div_ceil(groups)
         })
     };
@@ -124,18 +117,20 @@ fn plan_small_shrink(params: &DeltaParams, sites: &[DeltaSite], caps: &DeviceCap
     let groups = [4, 2]
         .into_iter()
         .find(|&groups| blocks_a_tile(groups) * u64::from(tiles) >= room * 7 / 10)
-        .filter(|_| sites.iter().any(|site| site.max_rank > RANK_GRANULE))
+        .filter(|_| max_rank(params) > RANK_GRANULE)
         .unwrap_or(1);
     let kernel = match groups {
         1 => Kernel::ShrinkSmall,
         _ => Kernel::ShrinkSmallRanks,
     };
     let blocks = blocks_a_tile(groups).max(1);
-    let grid_tiles = match params.flags & FLAG_SPREAD {
-        0 => tiles,
-        // Rows of a MoE block are never spread evenly, but how many entries they touch is not known either.
-        _ if blocks * u64::from(tiles) <= room => tiles.max((room / blocks) as u32),
-        _ => (2 * room / blocks) as u32,
+    let grid_tiles = if !is_spread(params) {
+        tiles
+    } else if blocks * u64::from(tiles) <= room {
+        // How many entries the rows of a MoE block touch is not known: as many as there is room for.
+        tiles.max((room / blocks) as u32)
+    } else {
+        (2 * room / blocks) as u32
     };
     let ends = ends_of(groups);
     let grid = [
@@ -241,8 +236,8 @@ fn stage_bytes(ranks: u32, stage_k: u32) -> u32 {
 }
 
 /// Slices of a tile, tiles, sites. A slice has about as many rows as a block has threads for, 4 ranks each.
-pub(super) fn plan_sum(params: &DeltaParams, max_rank: u32) -> KernelPlan<Kernel> {
-    let slices = (LARGE_TILE_ROWS * max_rank / 4).div_ceil(SUM_THREADS);
+pub(super) fn plan_sum(params: &DeltaParams) -> KernelPlan<Kernel> {
+    let slices = (LARGE_TILE_ROWS * max_rank(params) / 4).div_ceil(SUM_THREADS);
     let slices = slices.next_power_of_two().min(MOST_SLICES_OF_A_TILE);
     KernelPlan {
         kernel: Kernel::SumBlocks,
