@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "primitives.cuh"
+
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -26,7 +28,7 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, uint32_t ra
 // What block `rank` has at this address of its own shared memory.
 __device__ __forceinline__ uint32_t load_of_cluster(const uint32_t* shared, uint32_t rank) {
     uint32_t v;
-    const uint32_t there = address_in_cluster(static_cast<uint32_t>(__cvta_generic_to_shared(shared)), rank);
+    const uint32_t there = address_in_cluster(shared_address(shared), rank);
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(there) : "memory");
     return v;
 }

@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t head_offset(uint32_t row, uint32_t piece) {
 
 // A shared address that the compiler keeps in a register. Left to itself it makes it anew for every access, and waits for a special register each time.
 __device__ __forceinline__ uint32_t kept_shared_address(const void* shared) {
-    uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    uint32_t address = shared_address(shared);
     asm volatile("" : "+r"(address));
     return address;
 }

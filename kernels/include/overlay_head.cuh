@@ -366,7 +366,7 @@ struct Head {
     // Sends the sums of a part to the blocks that add up their rows.
     __device__ __forceinline__ void send_part(const HeadItem& item, const Sums& sum, uint32_t part, uint32_t id_warp, uint32_t row_warp) const {
         const uint32_t lane = threadIdx.x % 32;
-        const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(sums() + part * kPartSums + sent_at(lane % 4 * 2, lane / 4)));
+        const uint32_t own = shared_address(sums() + part * kPartSums + sent_at(lane % 4 * 2, lane / 4));
 #pragma unroll
         for (int pair = 0; pair < Shape::kPairs; ++pair) {
             const uint32_t row = (row_warp + pair * Shape::kRowWarps) * 16;
@@ -510,8 +510,8 @@ __device__ __forceinline__ void head_logits(const LogitsParams& p) {
     let_dependents_start();
     Head<Shape> head{p, {p, shared.work}, shared.queue};
     if (Shape::kSplit) {
-        head.arrived = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.arrived));
-        head.taken = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.taken));
+        head.arrived = shared_address(&shared.arrived);
+        head.taken = shared_address(&shared.taken);
         if (threadIdx.x == 0) {
             barrier_init(head.arrived, 1);
             barrier_init(head.taken, Shape::kBlocks);

@@ -134,42 +134,52 @@ struct WarpgroupShrink {
 
     __device__ __forceinline__ static void sync_copiers() { asm volatile("bar.sync 1, %0;" ::"n"(kCopyThreads) : "memory"); }
 
+    // A copying thread's place in a chunk: `kElements` k of a row, of every `kRowsATurn`th row.
+    template <int kElements>
+    struct CopyPlace {
+        static constexpr uint32_t kLanes = kChunkK / kElements;
+        static constexpr int kRowsATurn = kCopyThreads / kLanes;
+
+        uint32_t piece;  // which of the chunk's
+        uint32_t row;    // the first
+        bool inside;     // of the row
+        uint32_t at;     // element of the row; 0 where that is past its end
+
+        __device__ __forceinline__ CopyPlace(const DeltaParams& p, const Run& run, uint32_t chunk) {
+            const uint32_t k = run.k_block * kBlockK + chunk * kChunkK;
+            const uint32_t t = threadIdx.x - kMultiplyThreads;
+            piece = t % kLanes;
+            row = t / kLanes;
+            inside = k + piece * kElements < p.k_in;
+            at = inside ? k + piece * kElements : 0;
+        }
+    };
+
     // Ranks of A, the run's `chunk`th chunk. Ranks past the run's last group are left as they are: their sums are not stored.
     __device__ __forceinline__ void copy_a(const Run& run, uint32_t chunk, uint32_t slot) const {
-        const uint32_t k = run.k_block * kBlockK + chunk * kChunkK;
-        constexpr uint32_t kLanes = kChunkK / 4;
-        constexpr int kRanksATurn = kCopyThreads / kLanes;
-        const uint32_t t = threadIdx.x - kMultiplyThreads;
-        const uint32_t quad = t % kLanes;
-        const uint32_t first = t / kLanes;
-        const bool inside = k + quad * 4 < p.k_in;
-        const uint32_t at = inside ? k + quad * 4 : 0;
+        using Place = CopyPlace<4>;
+        const Place place(p, run, chunk);
+        const uint32_t quad = place.piece;
         // Of 32 k, quads 0, 2, 4 and 6 are the first MMA's, each two of them a piece.
         const uint32_t piece = (quad / 8 * 2 + quad % 2) * 2 + quad / 4 % 2;
-        const SharedAddress to = shared + slot * kStageBytes + kXBytes + piece * kAPieceBytes + first * 16 + quad / 2 % 2 * 8;
+        const SharedAddress to = shared + slot * kStageBytes + kXBytes + piece * kAPieceBytes + place.row * 16 + quad / 2 % 2 * 8;
         const int ranks = run.groups * kRankGranule;
 #pragma unroll
-        for (int turn = 0; turn < kRanks / kRanksATurn; ++turn) {
-            const int rank = turn * kRanksATurn;
-            if (rank < ranks) copy_async8(to + rank * 16, run.rows[kLargeTileRows + rank + first] + at, inside);
+        for (int turn = 0; turn < kRanks / Place::kRowsATurn; ++turn) {
+            const int rank = turn * Place::kRowsATurn;
+            if (rank < ranks) copy_async8(to + rank * 16, run.rows[kLargeTileRows + rank + place.row] + place.at, place.inside);
         }
     }
 
     // Rows of x likewise; rows past the tile's last one are left as they are.
     __device__ __forceinline__ void copy_x(const Run& run, uint32_t chunk, uint32_t slot) const {
-        const uint32_t k = run.k_block * kBlockK + chunk * kChunkK;
-        constexpr uint32_t kLanes = kChunkK / 8;
-        constexpr int kRowsATurn = kCopyThreads / kLanes;
-        const uint32_t t = threadIdx.x - kMultiplyThreads;
-        const uint32_t piece = t % kLanes;
-        const uint32_t first = t / kLanes;
-        const bool inside = k + piece * 8 < p.k_in;
-        const uint32_t at = inside ? k + piece * 8 : 0;
-        const SharedAddress to = shared + slot * kStageBytes + first * kXPitch + piece * 16;
+        using Place = CopyPlace<8>;
+        const Place place(p, run, chunk);
+        const SharedAddress to = shared + slot * kStageBytes + place.row * kXPitch + place.piece * 16;
 #pragma unroll
-        for (int turn = 0; turn < kLargeTileRows / kRowsATurn; ++turn) {
-            const int row = turn * kRowsATurn;
-            if (row < run.tile.count) copy_async16(to + row * kXPitch, run.rows[row + first] + at, inside);
+        for (int turn = 0; turn < kLargeTileRows / Place::kRowsATurn; ++turn) {
+            const int row = turn * Place::kRowsATurn;
+            if (row < run.tile.count) copy_async16(to + row * kXPitch, run.rows[row + place.row] + place.at, place.inside);
         }
     }
 
