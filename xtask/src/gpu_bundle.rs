@@ -49,7 +49,8 @@ const RUN_SH: &str = r#"#!/usr/bin/env bash
 # ./run.sh bench [FILTER...]  every bench; bench-lora-kernels-cuda-delta ends with a table of all its shapes
 # ./run.sh table              that table alone, from `lora bench`
 # ./run.sh sanitize [TOOL...] compute-sanitizer's tools, all four unless some are named, over every test that uses the GPU, a process each:
-#                             JOBS of them at a time (8), up to LIMIT seconds each (600); what is not clean is kept under sanitizer/
+#                             JOBS of them at a time (8) dealt out to the machine's GPUs, up to LIMIT seconds each (600); what is not clean
+#                             is kept under sanitizer/
 # ./run.sh lora ARGS...       the command line tool
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
@@ -72,21 +73,25 @@ verify() {
     echo "== verified ${#cases[@]} recorded cases"
 }
 sanitize_one() {
-    local tool=$1 test=$2 name=$3 log="sanitizer/$1.${3//:/_}.txt"
-    timeout "$LIMIT" compute-sanitizer --tool "$tool" "$test" --exact "$name" >"$log" 2>&1
-    if [ $? = 124 ]; then
-        echo "unfinished: $tool $name, $LIMIT s"
+    local tool=$1 test=$2 name=$3 log="sanitizer/$1.${3//:/_}.txt" code
+    SECONDS=0
+    CUDA_VISIBLE_DEVICES=$((JOB % GPUS)) timeout "$LIMIT" compute-sanitizer --tool "$tool" "$test" --exact "$name" >"$log" 2>&1
+    code=$?
+    if [ $code = 124 ]; then
+        echo "unfinished: $tool $name, $SECONDS s"
     elif grep -q 'test result: ok. 1 passed' "$log" && grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log"; then
         rm "$log"
-        echo "clean: $tool $name"
+        echo "clean: $tool $name, $SECONDS s"
     else
         echo "FOUND: $tool $name, see $log"
     fi
 }
 sanitize() {
     command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer, of the CUDA toolkit, is not on the PATH"; failed=1; return; }
-    [ $# -gt 0 ] || set -- memcheck racecheck synccheck initcheck
-    export LIMIT=${LIMIT:-600}
+    # Slowest first.
+    [ $# -gt 0 ] || set -- racecheck initcheck memcheck synccheck
+    export LIMIT=${LIMIT:-600} GPUS
+    GPUS=$(nvidia-smi -L | wc -l)
     export -f sanitize_one
     rm -rf sanitizer
     mkdir sanitizer
@@ -97,7 +102,7 @@ sanitize() {
                 case "$test $name" in *cuda*) echo "$tool $test $name" ;; esac
             done
         done
-    done | xargs -P "${JOBS:-8}" -L 1 bash -c 'sanitize_one "$@"' _ | tee sanitizer/summary.txt
+    done | xargs --process-slot-var=JOB -P "${JOBS:-8}" -L 1 bash -c 'sanitize_one "$@"' _ | tee sanitizer/summary.txt
     ! grep -qv '^clean: ' sanitizer/summary.txt || failed=1
     echo "== $(grep -c '^clean: ' sanitizer/summary.txt) clean of $(wc -l <sanitizer/summary.txt)"
 }
