@@ -37,14 +37,13 @@ __device__ __forceinline__ void barrier_arrive_after_copies(SharedAddress barrie
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at a barrier of the block's own, where `arrives`; not branched around, which would keep MMAs from being under way meanwhile.
-__device__ __forceinline__ void barrier_arrive_if(bool arrives, SharedAddress barrier) {
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\t@p mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n\t}" ::"r"(barrier),
-                 "r"(static_cast<uint32_t>(arrives))
-                 : "memory");
+// Arrives at a barrier of the block's own.
+__device__ __forceinline__ void barrier_arrive_own(SharedAddress barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Slots of shared memory that are filled and read in turn, a barrier for each that is full and one for each that is empty again.
+// Slots of shared memory that are filled and read in turn, a barrier for each that is full and one for each that is empty again. All threads that fill a slot
+// or read it arrive there themselves: one lane for its warp costs no less, and checkers of races do not follow it to what the others did.
 template <int kSlots>
 struct Ring {
     SharedAddress barriers;
@@ -55,6 +54,7 @@ struct Ring {
 
     __device__ __forceinline__ explicit Ring(const uint64_t* barriers) : barriers(shared_address(barriers)) {}
 
+    // By one thread, for so many that fill a slot and that read it.
     __device__ __forceinline__ void init(uint32_t fillers, uint32_t readers) const {
         for (int i = 0; i < kSlots; ++i) {
             barrier_init(barriers + i * kBarrierBytes, fillers);
@@ -70,8 +70,11 @@ struct Ring {
 
     __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), round & 1 ^ 1); }
 
-    // By every thread of a warp that has read the slot.
-    __device__ __forceinline__ void give_back() const { barrier_arrive_if(threadIdx.x % 32 == 0, empty()); }
+    // By every filler that has written its part; `barrier_arrive_after_copies(full())` where copies do.
+    __device__ __forceinline__ void hand_over() const { barrier_arrive_own(full()); }
+
+    // By every reader that needs the slot no more.
+    __device__ __forceinline__ void give_back() const { barrier_arrive_own(empty()); }
 
     __device__ __forceinline__ void advance() {
         slot = slot + 1 == kSlots ? 0 : slot + 1;

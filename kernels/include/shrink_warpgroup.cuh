@@ -202,7 +202,7 @@ struct WarpgroupShrink {
             }
             run = run_slots + runs.slot;
             if (!more && threadIdx.x == kMultiplyThreads) run_slots[runs.slot].chunks = 0;
-            barrier_arrive_if(threadIdx.x == kMultiplyThreads, runs.full());
+            runs.hand_over();
             runs.advance();
             if (!more) break;
             chunks = run->chunks;
@@ -229,7 +229,6 @@ struct WarpgroupShrink {
             } else {
                 pass(run.chunks);
             }
-            __syncwarp();
             runs.give_back();
             runs.advance();
         }
@@ -339,8 +338,8 @@ __device__ __forceinline__ void shrink_warpgroup(const DeltaParams& p, uint32_t 
     const PassTiles tiles = tiles_of_pass(p);
     if (threadIdx.x == 0) {
         share = share_of(tiles, sets * p.k_blocks);
-        work.stages.init(kCopyThreads, kMultiplyThreads / 32);
-        work.runs.init(1, kMultiplyThreads / 32);
+        work.stages.init(kCopyThreads, kMultiplyThreads);
+        work.runs.init(kCopyThreads, kMultiplyThreads);
         fence_barrier_init();
     }
     __syncthreads();
