@@ -7,8 +7,8 @@
 // row, which it loads and stores as 16 bytes: see weights.cuh.
 //
 // The work is moving B and the outputs. B does not depend on earlier launches and is asked for before the wait for them. Of a large tile the
-// base rows are asked for some way ahead, into shared memory that serves a warp as a deeper register file, so that no barrier stands between; and out is stored
-// as what nobody reads soon, so that B stays in L2 for the tiles to come.
+// base rows are asked for some way ahead, into shared memory that serves a warp as a deeper register file, so that no barrier stands between; and B stays in L2
+// for the tiles of its adapter that are to come, whatever of out passes.
 #pragma once
 
 #include "primitives.cuh"
@@ -70,10 +70,10 @@ struct ExpandTile {
         return index < tile.count ? row_start(row) : nullptr;
     }
 
-    template <typename W>
-    __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank) const {
+    template <typename W, typename Reads = ReadOnce>
+    __device__ __forceinline__ void load_weights(W& weights, uint32_t n, uint32_t first_rank, const Reads& reads = {}) const {
         const uint32_t first = min(n, site.n_out - 1);
-        weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, site.n_out - first, ranks - first_rank, lane.quarter);
+        weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, site.n_out - first, ranks - first_rank, lane.quarter, reads);
     }
 
     // Folds `count` outputs one at a time, in order: a rare path that must not cost the others registers.
@@ -242,6 +242,7 @@ struct HeldExpand {
     __nv_bfloat16* const* rows;  // past the tile's last one that one again
     char* xa;
     uint32_t warp_n;
+    ReadAgain reads;
 
     // What the MMA takes of 16 rows of xa, of which `from` is the lane's place in the first 8.
     __device__ __forceinline__ void load_x(uint4 (&x)[kGroups], SharedAddress from, uint32_t pitch) const {
@@ -257,7 +258,7 @@ struct HeldExpand {
     __device__ __forceinline__ void run() const {
         const uint32_t units = (t.tile.count + kExpandUnitRows - 1) / kExpandUnitRows;
         W weights;
-        t.load_weights(weights, warp_n + InterleavedOutputs::first(t.lane), 0);
+        t.load_weights(weights, warp_n + InterleavedOutputs::first(t.lane), 0, reads);
 
         const SharedAddress own_ring = shared_address(ring) + t.lane.warp * kAhead * kUnitBytes;
         const SharedAddress row_list = shared_address(rows);
@@ -313,7 +314,7 @@ struct HeldExpand {
                         const uint4 base = load_shared16((own_place ^ half * 64) + slot * kUnitBytes + high * 8 * kPieceBytes);
                         const uint4 v = t.folded<1>(base, 2 * high, sum);
                         if (!inside[half] || (first + slot) * kExpandUnitRows + t.lane.group + high * 8 >= t.tile.count) continue;
-                        store_streamed16(out[high] + n * 2, v);
+                        store16(out[high] + n * 2, v);
                     }
                 }
                 row += kExpandUnitRows * kAddressBytes;
@@ -376,6 +377,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
     begin(p);
     for (uint32_t index = blockIdx.y; index < tile_total(p); index += gridDim.y) {
         const Tile tile = tile_at(p, index);
+        const bool b_serves_next = !kAny && entry_goes_on(p, index, tile);
         const Adapter adapter = adapter_of<Factor::kB>(p, site, tile.entry);
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
@@ -394,7 +396,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
                 expand_any(t, rows, first, n, xa);
             }
         } else {
-            Held{t, shared, rows, xa, warp_n}.run();
+            Held{t, shared, rows, xa, warp_n, ReadAgain(b_serves_next)}.run();
         }
     }
     wait_for_predecessor();

@@ -67,6 +67,46 @@ __device__ __forceinline__ uint4 load16(const void* base) {
     return v;
 }
 
+// When a line leaves the L2: after all others, before them, or in its turn.
+__device__ __forceinline__ uint64_t leaves_last() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint64_t leaves_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint64_t leaves_in_turn() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Loads of what is there, which say when it leaves the L2.
+template <int kOffset>
+__device__ __forceinline__ uint4 load_weights16(const void* base, uint64_t leaves) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4+%5], %6;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(base), "n"(kOffset), "l"(leaves)
+                 : "memory");
+    return v;
+}
+
+template <int kOffset>
+__device__ __forceinline__ uint2 load_weights8(const void* base, uint64_t leaves) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v2.u32 {%0,%1}, [%2+%3], %4;"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(base), "n"(kOffset), "l"(leaves)
+                 : "memory");
+    return v;
+}
+
 // Weights are read once a launch: past L1, whole lines into L2.
 template <int kOffset>
 __device__ __forceinline__ uint4 load_weights16_if(bool present, const void* base) {
@@ -91,6 +131,9 @@ constexpr uint32_t kLineBytes = 128;
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 __device__ __forceinline__ void prefetch_l2(uint64_t address) { prefetch_l2(reinterpret_cast<const void*>(address)); }
+
+// Drops the line at an address from L2, so that it is not written to memory. It holds anything until it is written again.
+__device__ __forceinline__ void drop_line(const void* line) { asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory"); }
 
 // D = A * B + D on one 16x8x16 BF16 tile with FP32 sums.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -134,6 +177,12 @@ __device__ __forceinline__ void copy_async16(SharedAddress to, const void* globa
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(present ? 16 : 0) : "memory");
 }
 
+// The same, which says when its line leaves the L2.
+__device__ __forceinline__ void copy_async16(SharedAddress to, const void* global, bool present, uint64_t leaves) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(global), "r"(present ? 16 : 0), "l"(leaves)
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_async16(void* shared, const void* global, bool present) { copy_async16(shared_address(shared), global, present); }
 
 // 8 bytes from global to shared memory without registers; zeros where `present` is false, `global` then being any global address.
@@ -169,9 +218,8 @@ __device__ __forceinline__ void copy_async16(SharedAddress to, uint64_t global) 
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 
-// What nobody reads soon, so that it does not push out of L2 what others do.
-__device__ __forceinline__ void store_streamed16(uint64_t address, const uint4& v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+__device__ __forceinline__ void store16(uint64_t address, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

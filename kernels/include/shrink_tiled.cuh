@@ -257,6 +257,8 @@ __device__ __forceinline__ void sum_blocks(const DeltaParams& p) {
         const uint32_t first = blockIdx.x * rows;
         if (tile.count <= kSmallTileRows || first >= tile.count || !tile_in_pass(p, tile)) continue;
         const uint32_t quads = padded_rank(adapter_of<Factor::kA>(p, site, tile.entry).rank) / 4;
+        // Whether a line of block sums is read by neighbouring threads, and by no others.
+        const bool whole_lines = (site.partials | site.max_rank * sizeof(float) | quads * sizeof(uint4)) % kLineBytes == 0;
         wait_for_predecessor();
         for (uint32_t item = threadIdx.x; item < min(tile.count - first, rows) * quads; item += kSumThreads) {
             const uint32_t position = tile.first + first + item / quads;
@@ -264,6 +266,11 @@ __device__ __forceinline__ void sum_blocks(const DeltaParams& p) {
             XaSum<kSumAhead> sum;
             sum.ask(p, site, position, rank, true);
             *reinterpret_cast<uint2*>(xa_at(p, site, position) + rank) = sum.finish(p);
+            if (whole_lines) {
+                constexpr uint32_t kThreads = kLineBytes / sizeof(uint4);
+                __syncwarp(((1u << kThreads) - 1) << threadIdx.x % 32 / kThreads * kThreads);
+                if (threadIdx.x % kThreads == 0) sum.drop(p);
+            }
         }
     }
     wait_for_predecessor();

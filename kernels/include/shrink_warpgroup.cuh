@@ -172,20 +172,22 @@ struct WarpgroupShrink {
     }
 
     // Rows of x likewise; rows past the tile's last one are left as they are.
-    __device__ __forceinline__ void copy_x(const Run& run, uint32_t chunk, uint32_t slot) const {
+    __device__ __forceinline__ void copy_x(const Run& run, uint32_t chunk, uint32_t slot, uint64_t leaves) const {
         using Place = CopyPlace<8>;
         const Place place(p, run, chunk);
         const SharedAddress to = shared + slot * kStageBytes + place.row * kXPitch + place.piece * 16;
 #pragma unroll
         for (int turn = 0; turn < kLargeTileRows / Place::kRowsATurn; ++turn) {
             const int row = turn * Place::kRowsATurn;
-            if (row < run.tile.count) copy_async16(to + row * kXPitch, run.rows[row + place.row] + place.at, place.inside);
+            if (row < run.tile.count) copy_async16(to + row * kXPitch, run.rows[row + place.row] + place.at, place.inside, leaves);
         }
     }
 
     // Copies run after run. The next one is looked up as soon as there is no room for more of this one.
     __device__ __forceinline__ void copy(uint32_t sets) {
         const Run* run = run_slots;
+        // A single set of ranks reads x once: what is to be read again stays, A and the sums.
+        const uint64_t leaves = sets == 1 ? leaves_first() : leaves_in_turn();
         uint32_t chunks = 0;
         while (true) {
             bool more = false;
@@ -195,7 +197,7 @@ struct WarpgroupShrink {
                 if (stage == min(chunks, uint32_t(kStages))) more = find_run(sets);
                 if (stage == chunks) break;
                 stages.wait_empty();
-                copy_x(*run, stage, stages.slot);
+                copy_x(*run, stage, stages.slot, leaves);
                 copy_a(*run, stage, stages.slot);
                 barrier_arrive_after_copies(stages.full());
                 stages.advance();

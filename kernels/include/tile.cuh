@@ -39,6 +39,13 @@ __device__ __forceinline__ Tile tile_at(const DeltaParams& p, uint32_t index) {
     return Tile{v.x, v.y, v.z, v.w};
 }
 
+// Whether the tile after the `index`th, which is `tile`, is of the same entry.
+__device__ __forceinline__ bool entry_goes_on(const DeltaParams& p, uint32_t index, const Tile& tile) {
+    const uint32_t next = min(index + 1, tile_total(p) - 1);
+    const Tile after = tile_at(p, next);  // not after the comparison: one latency less
+    return next > index && after.entry == tile.entry;
+}
+
 __device__ __forceinline__ bool tile_in_pass(const DeltaParams& p, const Tile& tile) {
     return tile.first - p.pass_first < p.pass_rows;
 }
@@ -126,6 +133,11 @@ struct XaSum {
     __device__ __forceinline__ void ask_from(const DeltaParams& p, uint32_t first) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) v[i] = load16_if(present && first + i < p.k_blocks, from + (first + i) * block_stride);
+    }
+
+    // Drops the lines that what was asked for begins: nobody reads the block sums again.
+    __device__ __forceinline__ void drop(const DeltaParams& p) const {
+        for (uint32_t i = 0; i < p.k_blocks; ++i) drop_line(from + i * block_stride);
     }
 
     __device__ __forceinline__ uint2 finish(const DeltaParams& p) {

@@ -7,15 +7,35 @@
 // First of the 4 ranks that a lane quarter takes of a group of 16.
 __device__ __forceinline__ uint32_t first_of_quarter(uint32_t quarter) { return quarter % 2 * 8 + quarter / 2 * 4; }
 
-template <int kOffset>
-__device__ __forceinline__ void load_fragment(uint2& to, const void* from) {
-    to = load_weights8<kOffset>(from);
-}
+// How B is read: by a tile's blocks alone, as far as is known.
+struct ReadOnce {
+    template <int kOffset>
+    __device__ __forceinline__ void load(uint2& to, const void* from) const {
+        to = load_weights8<kOffset>(from);
+    }
 
-template <int kOffset>
-__device__ __forceinline__ void load_fragment(uint4& to, const void* from) {
-    to = load_weights16<kOffset>(from);
-}
+    template <int kOffset>
+    __device__ __forceinline__ void load(uint4& to, const void* from) const {
+        to = load_weights16<kOffset>(from);
+    }
+};
+
+// By those of one tile after the other, past which far more of out goes: it stays in the L2 until the last of them has it.
+struct ReadAgain {
+    uint64_t leaves;
+
+    __device__ __forceinline__ explicit ReadAgain(bool by_others) : leaves(by_others ? leaves_last() : leaves_first()) {}
+
+    template <int kOffset>
+    __device__ __forceinline__ void load(uint2& to, const void* from) const {
+        to = load_weights8<kOffset>(from, leaves);
+    }
+
+    template <int kOffset>
+    __device__ __forceinline__ void load(uint4& to, const void* from) const {
+        to = load_weights16<kOffset>(from, leaves);
+    }
+};
 
 // Which 8 of a warp's 64 outputs a thread has the rows of B of.
 //
@@ -35,16 +55,16 @@ struct InterleavedOutputs {
 };
 
 // Rows whose distance in bytes is known: one address for all of them.
-template <typename Outputs, int kStride, typename Fragment>
-__device__ __forceinline__ void load_rows(Fragment (&row)[8], const void* from) {
-    load_fragment<Outputs::offset(0) * kStride>(row[0], from);
-    load_fragment<Outputs::offset(1) * kStride>(row[1], from);
-    load_fragment<Outputs::offset(2) * kStride>(row[2], from);
-    load_fragment<Outputs::offset(3) * kStride>(row[3], from);
-    load_fragment<Outputs::offset(4) * kStride>(row[4], from);
-    load_fragment<Outputs::offset(5) * kStride>(row[5], from);
-    load_fragment<Outputs::offset(6) * kStride>(row[6], from);
-    load_fragment<Outputs::offset(7) * kStride>(row[7], from);
+template <typename Outputs, int kStride, typename Fragment, typename Reads>
+__device__ __forceinline__ void load_rows(Fragment (&row)[8], const void* from, const Reads& reads) {
+    reads.template load<Outputs::offset(0) * kStride>(row[0], from);
+    reads.template load<Outputs::offset(1) * kStride>(row[1], from);
+    reads.template load<Outputs::offset(2) * kStride>(row[2], from);
+    reads.template load<Outputs::offset(3) * kStride>(row[3], from);
+    reads.template load<Outputs::offset(4) * kStride>(row[4], from);
+    reads.template load<Outputs::offset(5) * kStride>(row[5], from);
+    reads.template load<Outputs::offset(6) * kStride>(row[6], from);
+    reads.template load<Outputs::offset(7) * kStride>(row[7], from);
 }
 
 // Adds one group of 16 ranks; `xa` is the row of the lane's group at the group's first rank.
@@ -77,11 +97,12 @@ struct Weights16 {
 
     // `from`: the thread's first row, at the first rank; B has `rows` of them from there on (at least 1). Rows past them repeat the last one; their outputs do
     // not exist.
-    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter) {
+    template <typename Reads>
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter, const Reads& reads) {
         from += first_of_quarter(quarter);
-        if (rows > Outputs::offset(7) && stride == kRanks) return load_rows<Outputs, kRanks * 2>(row, from);
+        if (rows > Outputs::offset(7) && stride == kRanks) return load_rows<Outputs, kRanks * 2>(row, from, reads);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = load_weights8<0>(from + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride);
+        for (int i = 0; i < 8; ++i) reads.template load<0>(row[i], from + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride);
     }
 
     __device__ __forceinline__ void settle(uint32_t, uint32_t) {}
@@ -104,11 +125,11 @@ struct Weights {
     uint4 row[kPairs][8];
 
     // As in `Weights16`; `ranks` of them are wanted, in groups of 16.
-    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks,
-                                         uint32_t quarter) {
+    template <typename Reads>
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t ranks, uint32_t quarter, const Reads& reads) {
         if (rows > Outputs::offset(7) && stride == kRanks && ranks >= kRanks) {
 #pragma unroll
-            for (int pair = 0; pair < kPairs; ++pair) load_rows<Outputs, kRanks * 2>(row[pair], from + pair * 32 + quarter * 8);
+            for (int pair = 0; pair < kPairs; ++pair) load_rows<Outputs, kRanks * 2>(row[pair], from + pair * 32 + quarter * 8, reads);
             return;
         }
 #pragma unroll
@@ -121,9 +142,10 @@ struct Weights {
             for (int i = 0; i < 8; ++i) {
                 const __nv_bfloat16* here = at + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride;
                 if (whole) {
-                    row[pair][i] = load_weights16<0>(here);
+                    reads.template load<0>(row[pair][i], here);
                 } else {
-                    const uint2 v = load_weights8<0>(here);
+                    uint2 v;
+                    reads.template load<0>(v, here);
                     row[pair][i] = make_uint4(v.x, v.y, 0, 0);
                 }
             }
