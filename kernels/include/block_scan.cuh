@@ -20,22 +20,19 @@ __device__ __forceinline__ T warp_inclusive_scan(T sum) {
     return sum;
 }
 
-// Exclusive prefix sums over the block of one value a thread; `total` is the sum. `warp_sums`: 33 values of shared memory.
+__device__ __forceinline__ uint32_t lane_sum(uint32_t value) { return __reduce_add_sync(kAllLanes, value); }
+
+// Exclusive prefix sums over the block of one value a thread; `total` is the sum. `warp_sums`: a value of shared memory for each warp.
 template <typename T>
 __device__ __forceinline__ T block_exclusive_scan(T value, T* warp_sums, T& total) {
     const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32;
     const T inclusive = warp_inclusive_scan(value);
-    if (lane == 31) warp_sums[threadIdx.x / 32] = inclusive;
+    if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const T mine = lane < blockDim.x / 32 ? warp_sums[lane] : T{};
-        const T sum = warp_inclusive_scan(mine);
-        warp_sums[lane] = sum - mine;
-        if (lane == 31) warp_sums[32] = sum;
-    }
+    const T of_lane = lane < blockDim.x / 32 ? warp_sums[lane] : T{};
+    total = lane_sum(of_lane);
+    const T before = lane_sum(lane < warp ? of_lane : T{});
     __syncthreads();
-    total = warp_sums[32];
-    const T result = warp_sums[threadIdx.x / 32] + inclusive - value;
-    __syncthreads();
-    return result;
+    return before + inclusive - value;
 }

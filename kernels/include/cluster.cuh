@@ -25,17 +25,18 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, uint32_t ra
     return there;
 }
 
-// What block `rank` has at this address of its own shared memory.
-__device__ __forceinline__ uint32_t load_of_cluster(const uint32_t* shared, uint32_t rank) {
-    uint32_t v;
-    const uint32_t there = address_in_cluster(shared_address(shared), rank);
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(there) : "memory");
-    return v;
-}
+#define LORA_STORE_ASYNC16(type, kind, a, b, c, d)                                                                                        \
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4." type " [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), kind(a), kind(b), \
+                 kind(c), kind(d), "r"(barrier_there)                                                                                     \
+                 : "memory")
 
 // Stores to another block's shared memory, and counts the bytes on a barrier there once they are visible.
 __device__ __forceinline__ void store_async16(uint32_t there, uint32_t barrier_there, const float (&v)[4]) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), "f"(v[0]), "f"(v[1]),
-                 "f"(v[2]), "f"(v[3]), "r"(barrier_there)
-                 : "memory");
+    LORA_STORE_ASYNC16("f32", "f", v[0], v[1], v[2], v[3]);
 }
+
+__device__ __forceinline__ void store_async16(uint32_t there, uint32_t barrier_there, const uint4& v) {
+    LORA_STORE_ASYNC16("b32", "r", v.x, v.y, v.z, v.w);
+}
+
+#undef LORA_STORE_ASYNC16

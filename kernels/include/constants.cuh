@@ -25,6 +25,7 @@ constexpr int kExpandAhead64 = 2;
 constexpr int kSpreadAhead = 4;
 constexpr int kMaxGroupThreads = 1024;
 constexpr int kGroupBlocks = 8;
+constexpr int kGroupThreads = 512;
 constexpr int kRowThreads = 256;
 constexpr int kHeadThreads = 256;
 constexpr int kHeadIds = 128;

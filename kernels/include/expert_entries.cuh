@@ -25,6 +25,8 @@ struct ExpertSource {
 
     // What is read of a row.
     struct Asked {
+        uint32_t row;
+        uint32_t token;
         uint32_t said;  // its expert, or its token where rows are sorted
         uint32_t slot;
     };
@@ -87,19 +89,32 @@ struct ExpertSource {
         return low - 1;
     }
 
-    // Loads are clamped rather than branched around, so that those of several rows are in flight together.
-    __device__ __forceinline__ Asked ask(uint32_t row) const {
-        const uint32_t said = __ldcg(reinterpret_cast<const uint32_t*>(sorted() ? p.tokens : p.experts) + row);
-        const uint32_t token = sorted() ? said : row / p.top_k;
-        return Asked{said, __ldcg(reinterpret_cast<const uint32_t*>(p.adapters) + min(token, p.token_count - 1))};
+    __device__ __forceinline__ uint32_t slot_of(uint32_t token) const {
+        return __ldcg(reinterpret_cast<const uint32_t*>(p.adapters) + min(token, p.token_count - 1));
+    }
+
+    // What is known of a row before the wait.
+    __device__ __forceinline__ Asked find(uint32_t row) const { return Asked{row, row / p.top_k, 0, 0}; }
+
+    // Loads are clamped rather than branched around, so that those of several rows are in flight together, and so are a row's: where rows are sorted, the slot
+    // that is read here is another token's.
+    __device__ __forceinline__ void ask(Asked& asked) const {
+        asked.slot = slot_of(asked.token);
+        asked.said = __ldcg(reinterpret_cast<const uint32_t*>(sorted() ? p.tokens : p.experts) + asked.row);
+    }
+
+    // What is read by what has been; called once all rows have been asked for.
+    __device__ __forceinline__ void follow(Asked& asked) const {
+        if (!sorted()) return;
+        asked.token = asked.said;
+        asked.slot = slot_of(asked.token);
     }
 
     // Negative numbers are past every limit once they are unsigned; past one, the entry is past the last.
-    __device__ __forceinline__ uint32_t entry_of(const Asked& asked, uint32_t row) const {
-        const uint32_t token = sorted() ? asked.said : row / p.top_k;
+    __device__ __forceinline__ uint32_t entry_of(const Asked& asked) const {
         const uint32_t resident = keeps_residents() ? kept.residents[min(asked.slot, p.slots - 1)] : resident_of(asked.slot);
-        const uint32_t expert = sorted() ? expert_of_sorted(row) : asked.said;
-        const bool found = token < p.token_count & asked.slot < p.slots & resident < p.residents & expert < p.num_experts;
+        const uint32_t expert = sorted() ? expert_of_sorted(asked.row) : asked.said;
+        const bool found = asked.token < p.token_count & asked.slot < p.slots & resident < p.residents & expert < p.num_experts;
         return found ? resident * p.num_experts + expert : ~0u;
     }
 };

@@ -7,6 +7,7 @@
 // Integer atomics only add counts up, and a row's place among its entry's rows follows from its number, so the result is the same every time.
 #pragma once
 
+#include "barrier.cuh"
 #include "block_scan.cuh"
 #include "cluster.cuh"
 #include "params.cuh"
@@ -23,13 +24,18 @@ constexpr uint32_t kRowMask = kMaxGroupThreads - 1;
 struct SlotSource {
     const int32_t* slots;
 
-    using Asked = uint32_t;
+    struct Asked {
+        uint32_t row;
+        uint32_t slot;
+    };
 
     __device__ __forceinline__ void prefetch(uint32_t) const {}
     __device__ __forceinline__ void prepare() {}
     __device__ __forceinline__ void settle() {}
-    __device__ __forceinline__ Asked ask(uint32_t row) const { return static_cast<uint32_t>(__ldcg(slots + row)); }
-    __device__ __forceinline__ uint32_t entry_of(Asked asked, uint32_t) const { return asked; }
+    __device__ __forceinline__ Asked find(uint32_t row) const { return Asked{row, 0}; }
+    __device__ __forceinline__ void ask(Asked& asked) const { asked.slot = static_cast<uint32_t>(__ldcg(slots + asked.row)); }
+    __device__ __forceinline__ void follow(Asked&) const {}
+    __device__ __forceinline__ uint32_t entry_of(const Asked& asked) const { return asked.slot; }
 };
 
 __device__ __forceinline__ uint32_t lanes_before() { return (1u << threadIdx.x % 32) - 1; }
@@ -38,16 +44,93 @@ __device__ __forceinline__ uint32_t tile_rows_of(const GroupParams& p, uint32_t 
     return rows <= p.small_max ? kSmallTileRows : kLargeTileRows;
 }
 
-// The lanes whose value, below `limit`, is this lane's, of those that are `present`; none for the others. A vote a bit: several times as quick as a match of lanes
-// that are mostly different.
-__device__ __forceinline__ uint32_t lanes_alike(uint32_t value, bool present, uint32_t limit) {
-    uint32_t alike = __ballot_sync(kAllLanes, present);
-    for (uint32_t bit = 1; bit < limit; bit *= 2) {
-        const bool set = (value & bit) != 0;
-        const uint32_t votes = __ballot_sync(kAllLanes, set);
-        alike &= set ? votes : ~votes;
+// For each of a lane's values, which lanes have the same as their first, their second and so on, where both are there. Values are below `limit`. A vote a bit:
+// several times as quick as a match of lanes that are mostly different.
+template <int kValues>
+struct LanesAlike {
+    uint32_t alike[kValues][kValues];
+
+    __device__ __forceinline__ LanesAlike(const uint32_t (&values)[kValues], const bool (&present)[kValues], uint32_t limit) {
+#pragma unroll
+        for (int other = 0; other < kValues; ++other) {
+            const uint32_t there = __ballot_sync(kAllLanes, present[other]);
+#pragma unroll
+            for (int own = 0; own < kValues; ++own) alike[own][other] = present[own] ? there : 0;
+        }
+        for (uint32_t bit = 1; bit < limit; bit *= 2) {
+            uint32_t votes[kValues], inverted[kValues];
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) {
+                votes[i] = __ballot_sync(kAllLanes, (values[i] & bit) != 0);
+                inverted[i] = (values[i] & bit) != 0 ? 0 : ~0u;
+            }
+#pragma unroll
+            for (int own = 0; own < kValues; ++own) {
+#pragma unroll
+                for (int other = 0; other < kValues; ++other) alike[own][other] &= votes[other] ^ inverted[own];
+            }
+        }
     }
-    return present ? alike : 0;
+
+    // How many of the warp's values are the lane's `own`th.
+    __device__ __forceinline__ uint32_t count(int own) const {
+        uint32_t sum = 0;
+#pragma unroll
+        for (int other = 0; other < kValues; ++other) sum += __popc(alike[own][other]);
+        return sum;
+    }
+
+    // How many of them come before it: all lanes' first values come before their second.
+    __device__ __forceinline__ uint32_t earlier(int own) const {
+        uint32_t sum = __popc(alike[own][own] & lanes_before());
+#pragma unroll
+        for (int other = 0; other < own; ++other) sum += __popc(alike[own][other]);
+        return sum;
+    }
+};
+
+// Rows whose entries a thread finds together: all loads of one kind are in flight at once.
+template <typename Source, int kRows>
+struct AskedRows {
+    typename Source::Asked asked[kRows];
+    bool present[kRows];
+
+    // Rows from `end` on are not there; the last one before it, which exists, is asked for in their place.
+    __device__ __forceinline__ AskedRows(const Source& source, const uint32_t (&rows)[kRows], uint32_t end) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            present[i] = rows[i] < end;
+            asked[i] = source.find(min(rows[i], end - 1));
+        }
+    }
+
+    __device__ __forceinline__ void ask(const Source& source) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) source.ask(asked[i]);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) source.follow(asked[i]);
+    }
+
+    // `kNoEntry` for rows that are not there or have none.
+    __device__ __forceinline__ void take(const GroupParams& p, const Source& source, uint32_t (&entries)[kRows]) const {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const uint32_t entry = source.entry_of(asked[i]);
+            entries[i] = present[i] && entry < p.slots ? entry : kNoEntry;
+        }
+    }
+};
+
+// The entries of the block's first rows, some a thread, once earlier launches have written what says them.
+template <typename Source, int kRows>
+__device__ __forceinline__ void wait_for_entries(const GroupParams& p, Source& source, const uint32_t (&rows)[kRows], uint32_t end,
+                                                 uint32_t (&entries)[kRows]) {
+    AskedRows<Source, kRows> asked(source, rows, end);
+    wait_for_predecessor();
+    source.prepare();
+    asked.ask(source);
+    source.settle();
+    asked.take(p, source, entries);
 }
 
 // Ascending order over the block, a key a thread; the block's threads are a power of two.
@@ -116,14 +199,11 @@ template <typename Source>
 __device__ __forceinline__ void group_sorted(const GroupParams& p, Source& source) {
     __shared__ uint32_t exchange[2][kMaxGroupThreads];
     __shared__ uint32_t last_key[32], starts[32], tile_starts[32];
-    wait_for_predecessor();
-    source.prepare();
     const uint32_t at = threadIdx.x;
     const uint32_t warps = blockDim.x / 32;
-    const auto asked = source.ask(min(at, p.rows - 1));
-    source.settle();
-    const uint32_t entry = source.entry_of(asked, min(at, p.rows - 1));
-    const uint32_t key = sorted_key(at < p.rows && entry < p.slots ? entry << kRowBits | at : kNoEntry, exchange);
+    uint32_t entry[1];
+    wait_for_entries(p, source, {at}, p.rows, entry);
+    const uint32_t key = sorted_key(entry[0] != kNoEntry ? entry[0] << kRowBits | at : kNoEntry, exchange);
     const bool routed = key != kNoEntry;
 
     if (at % 32 == 31) last_key[at / 32] = key;
@@ -161,8 +241,14 @@ struct Taken {
 __device__ __forceinline__ Taken operator+(Taken a, Taken b) { return Taken{a.positions + b.positions, a.tiles + b.tiles}; }
 __device__ __forceinline__ Taken operator-(Taken a, Taken b) { return Taken{a.positions - b.positions, a.tiles - b.tiles}; }
 
+__device__ __forceinline__ Taken lane_sum(Taken value) { return Taken{lane_sum(value.positions), lane_sum(value.tiles)}; }
+
 __device__ __forceinline__ Taken lane_up(Taken value, uint32_t distance) {
     return Taken{lane_up(value.positions, distance), lane_up(value.tiles, distance)};
+}
+
+__device__ __forceinline__ uint32_t tiles_of(const GroupParams& p, uint32_t rows) {
+    return rows <= p.small_max ? (rows + kSmallTileRows - 1) / kSmallTileRows : (rows + kLargeTileRows - 1) / kLargeTileRows;
 }
 
 // The tiles of an entry's rows, from place `start` of the permutation and of the tile list on.
@@ -178,22 +264,19 @@ __device__ __forceinline__ void write_tiles(const GroupParams& p, uint32_t entry
 template <typename Source>
 __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& source) {
     extern __shared__ uint32_t counts[];  // u16 [warps][entries]: a warp's rows of an entry, then the place of the first of them
-    __shared__ Taken warp_sums[33];
+    __shared__ Taken warp_sums[32];
     uint16_t* tallies = reinterpret_cast<uint16_t*>(counts);
     const uint32_t warps = blockDim.x / 32;
     for (uint32_t i = threadIdx.x; i < (warps * p.slots + 1) / 2; i += blockDim.x) counts[i] = 0;
-    wait_for_predecessor();
-    source.prepare();
     const uint32_t at = threadIdx.x;
-    const auto asked = source.ask(min(at, p.rows - 1));
-    source.settle();
-    const uint32_t entry = source.entry_of(asked, min(at, p.rows - 1));
-    const bool routed = at < p.rows && entry < p.slots;
-    const uint32_t peers = lanes_alike(entry, routed, p.slots);
-    const uint32_t earlier = __popc(peers & lanes_before());
-    uint16_t* mine = tallies + at / 32 * p.slots + entry;
+    uint32_t entry[1];
+    wait_for_entries(p, source, {at}, p.rows, entry);
+    const bool routed = entry[0] != kNoEntry;
+    const LanesAlike<1> peers(entry, {routed}, p.slots);
+    const uint32_t earlier = peers.earlier(0);
+    uint16_t* mine = tallies + at / 32 * p.slots + entry[0];
     __syncthreads();
-    if (routed && earlier == 0) *mine = __popc(peers);
+    if (routed && earlier == 0) *mine = peers.count(0);
     __syncthreads();
     Taken taken{0, 0};
     for (uint32_t first = 0; first < p.slots; first += blockDim.x) {
@@ -203,10 +286,8 @@ __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& sour
 #pragma unroll 4
             for (uint32_t warp = 0; warp < warps; ++warp) rows += tallies[warp * p.slots + index];
         }
-        const uint32_t tile_rows = tile_rows_of(p, rows);
-        const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
         Taken total;
-        const Taken start = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
+        const Taken start = taken + block_exclusive_scan(Taken{rows, tiles_of(p, rows)}, warp_sums, total);
         write_tiles(p, index, start, rows);
         uint32_t place = start.positions;
         for (uint32_t warp = 0; warp < warps && rows > 0; ++warp) {
@@ -221,61 +302,105 @@ __device__ __forceinline__ void group_tallied(const GroupParams& p, Source& sour
     if (at == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }
 
-// A range of entries that shared memory has counts of.
-struct EntryRange {
-    uint32_t first;
-    uint32_t entries;
-    uint32_t* counts;    // the slice's rows of each
-    uint32_t* places;    // where its next row of each goes
-    uint4 (*tallies)[2]; // of the rows that are being placed, each warp's of each: a byte a warp
+// Rows that a block of the cluster places at a time: some a thread, those of a warp one after the other.
+constexpr int kRowsAThread = kMaxGroupThreads / kGroupThreads;
+constexpr uint32_t kRoundRows = kGroupThreads * kRowsAThread;
+constexpr uint32_t kWarpRows = 32 * kRowsAThread;
 
-    __device__ __forceinline__ void clear_tallies(uint32_t index) const { tallies[index][0] = tallies[index][1] = make_uint4(0, 0, 0, 0); }
-};
-
-// A warp's rows are at most 32, so that a byte has room for their number.
+// Adds a word's bytes up.
 __device__ __forceinline__ uint32_t add_bytes(uint32_t bytes, uint32_t sum) { return __dp4a(bytes, 0x01010101u, sum); }
 
-__device__ __forceinline__ uint32_t tallied(const uint4 (&tallies)[2]) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        sum = add_bytes(tallies[half].x, add_bytes(tallies[half].y, add_bytes(tallies[half].z, add_bytes(tallies[half].w, sum))));
-    }
-    return sum;
-}
+// A range of entries that shared memory has counts of.
+struct EntryRange {
+    // Words of an entry's tallies: a byte for each warp's rows, of which there are at most `kWarpRows`.
+    static constexpr int kTallyWords = kGroupThreads / 32 / 4;
+    static_assert(kWarpRows < 256);
 
-__device__ __forceinline__ uint32_t tallied_before(const uint4 (&tallies)[2], uint32_t warp) {
-    const auto kept = [&](uint32_t bytes, uint32_t first) {
-        const uint32_t wanted = warp <= first ? 0 : min(warp - first, 4u);
-        return wanted == 4 ? bytes : bytes & ((1u << 8 * wanted) - 1);
-    };
-    uint4 before[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint4 v = tallies[half];
-        before[half] = make_uint4(kept(v.x, half * 16), kept(v.y, half * 16 + 4), kept(v.z, half * 16 + 8), kept(v.w, half * 16 + 12));
-    }
-    return tallied(before);
-}
+    uint32_t first;
+    uint32_t entries;
+    uint32_t capacity;
+    uint32_t* counts;   // rows of each in each block's slice, those of a block together
+    uint32_t* places;   // where the slice's next row of each goes; before that is known, rows of each that are past the first round
+    uint32_t* tallies;  // of the rows that are being placed, each warp's of each; an entry's words are `capacity` apart, which spreads entries over the banks
 
-// Counts the slice's rows, of which the thread's first one takes `own_entry`; several loads are in flight.
+    __device__ __forceinline__ EntryRange(uint32_t* shared, uint32_t first, uint32_t slots, uint32_t capacity)
+        : first(first),
+          entries(min(capacity, slots - first)),
+          capacity(capacity),
+          counts(shared),
+          places(shared + kGroupBlocks * capacity),
+          tallies(shared + (kGroupBlocks + 1) * capacity) {}
+
+    // Of which four at a time are counted and sent.
+    __device__ __forceinline__ uint32_t padded_entries() const { return (entries + 3) / 4 * 4; }
+
+    __device__ __forceinline__ void clear() const {
+        for (uint32_t index = threadIdx.x; index < padded_entries(); index += kGroupThreads) {
+            places[index] = 0;
+            clear_tallies(index);
+        }
+    }
+
+    __device__ __forceinline__ void clear_tallies(uint32_t index) const {
+#pragma unroll
+        for (int word = 0; word < kTallyWords; ++word) tallies[word * capacity + index] = 0;
+    }
+
+    __device__ __forceinline__ uint8_t* tally(uint32_t index, uint32_t warp) const {
+        return reinterpret_cast<uint8_t*>(tallies + warp / 4 * capacity + index) + warp % 4;
+    }
+
+    // Rows that the first `warps` warps have of an entry.
+    __device__ __forceinline__ uint32_t tallied(uint32_t index, uint32_t warps) const {
+        uint32_t sum = 0;
+#pragma unroll
+        for (int word = 0; word < kTallyWords; ++word) {
+            if (warps <= word * 4) break;
+            const uint32_t bytes = tallies[word * capacity + index];
+            const uint32_t wanted = warps >= word * 4 + 4 ? ~0u : (1u << 8 * (warps - word * 4)) - 1;
+            sum = add_bytes(bytes & wanted, sum);
+        }
+        return sum;
+    }
+
+    __device__ __forceinline__ uint32_t tallied(uint32_t index) const { return tallied(index, kGroupThreads / 32); }
+};
+
+// Counts rows `begin` to `end` of the slice, several loads in flight.
 template <typename Source>
-__device__ __forceinline__ void count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t own_entry, uint32_t begin,
-                                           uint32_t end) {
-    constexpr int kAhead = 2;
-    const auto count = [&](bool present, uint32_t entry) {
-        const uint32_t index = entry - range.first;
-        if (present && index < range.entries) atomicAdd(range.counts + index, 1);
-    };
-    count(begin + threadIdx.x < end, own_entry);
-    for (uint32_t first = begin + threadIdx.x + blockDim.x; first < end; first += blockDim.x * kAhead) {
-        typename Source::Asked asked[kAhead];
+__device__ __forceinline__ void count_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin, uint32_t end) {
+    constexpr int kAhead = 4;
+#pragma unroll 1
+    for (uint32_t first = begin + threadIdx.x; first < end; first += kGroupThreads * kAhead) {
+        uint32_t rows[kAhead], entries[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) asked[i] = source.ask(min(first + i * blockDim.x, end - 1));
+        for (int i = 0; i < kAhead; ++i) rows[i] = first + i * kGroupThreads;
+        AskedRows<Source, kAhead> asked(source, rows, end);
+        asked.ask(source);
+        asked.take(p, source, entries);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const uint32_t row = first + i * blockDim.x;
-            count(row < end, source.entry_of(asked[i], min(row, end - 1)));
+            const uint32_t index = entries[i] - range.first;
+            if (index < range.entries) atomicAdd(range.places + index, 1);
+        }
+    }
+}
+
+// Adds the first round's rows to those that are counted, and sends the slice's to all blocks. `barrier` counts what comes from them.
+__device__ __forceinline__ void send_counts(const EntryRange& range, SharedAddress barrier) {
+    const uint32_t entries = range.padded_entries();
+    if (threadIdx.x == 0) barrier_expect(barrier, kGroupBlocks * entries * sizeof(uint32_t));
+    const uint32_t* own_counts = range.counts + cluster_rank() * range.capacity;
+    for (uint32_t index = threadIdx.x * 4; index < entries; index += kGroupThreads * 4) {
+        uint4 sum = *reinterpret_cast<const uint4*>(range.places + index);
+#pragma unroll
+        for (int word = 0; word < EntryRange::kTallyWords; ++word) {
+            const uint4 bytes = *reinterpret_cast<const uint4*>(range.tallies + word * range.capacity + index);
+            sum = make_uint4(add_bytes(bytes.x, sum.x), add_bytes(bytes.y, sum.y), add_bytes(bytes.z, sum.z), add_bytes(bytes.w, sum.w));
+        }
+#pragma unroll 4
+        for (int block = 0; block < kGroupBlocks; ++block) {
+            store_async16(address_in_cluster(shared_address(own_counts + index), block), address_in_cluster(barrier, block), sum);
         }
     }
 }
@@ -283,116 +408,129 @@ __device__ __forceinline__ void count_rows(const GroupParams& p, const Source& s
 // Writes the tiles of the range, each entry's by one of the blocks, and says where the slice's first row of each entry goes.
 __device__ __forceinline__ Taken make_tiles(const GroupParams& p, const EntryRange& range, Taken* warp_sums, Taken taken) {
     const uint32_t own_block = cluster_rank();
-    for (uint32_t first = 0; first < range.entries; first += blockDim.x) {
+    for (uint32_t first = 0; first < range.entries; first += kGroupThreads) {
         const uint32_t index = first + threadIdx.x;
         const bool here = index < range.entries;
         uint32_t before = 0;
         uint32_t rows = 0;
-        if (here) {
-            uint32_t counts[kGroupBlocks];
 #pragma unroll
-            for (int block = 0; block < kGroupBlocks; ++block) counts[block] = load_of_cluster(range.counts + index, block);
-#pragma unroll
-            for (int block = 0; block < kGroupBlocks; ++block) {
-                before += block < own_block ? counts[block] : 0;
-                rows += counts[block];
-            }
+        for (int block = 0; block < kGroupBlocks; ++block) {
+            const uint32_t count = here ? range.counts[block * range.capacity + index] : 0;
+            before += block < own_block ? count : 0;
+            rows += count;
         }
-        const uint32_t tile_rows = tile_rows_of(p, rows);
-        const uint32_t own_tiles = (rows + tile_rows - 1) / tile_rows;
         Taken total;
-        const Taken at = taken + block_exclusive_scan(Taken{rows, own_tiles}, warp_sums, total);
+        const Taken at = taken + block_exclusive_scan(Taken{rows, tiles_of(p, rows)}, warp_sums, total);
         if (here) range.places[index] = at.positions + before;
-        if (index % kGroupBlocks == own_block) write_tiles(p, range.first + index, at, rows);
+        if (index / 32 % kGroupBlocks == own_block) write_tiles(p, range.first + index, at, rows);
         taken = taken + total;
     }
     return taken;
 }
 
-// A row that is being placed, a thread's: rows of an entry stay in order, those of earlier warps and lanes first.
-struct PlacedRow {
-    uint32_t index;    // of its entry in the range
-    uint32_t earlier;  // rows of the same entry in earlier lanes
-    bool here;         // in the range
+// Rows that are being placed, a thread's: rows of an entry stay in order.
+struct PlacedRows {
+    uint32_t index[kRowsAThread];    // of a row's entry in the range
+    uint32_t earlier[kRowsAThread];  // rows of the same entry that come before it in its warp
+    bool here[kRowsAThread];         // in the range
 
-    // Adds the row to the tallies, which are cleared and have no other rows than those of the block's threads.
-    __device__ __forceinline__ void tally(const EntryRange& range, uint32_t entry) {
-        index = entry - range.first;
-        here = index < range.entries;
-        const uint32_t peers = lanes_alike(index, here, range.entries);
-        earlier = __popc(peers & lanes_before());
-        if (here && earlier == 0) reinterpret_cast<uint8_t*>(range.tallies[index])[threadIdx.x / 32] = __popc(peers);
+    // The thread's rows of the round that starts with row `first`.
+    __device__ __forceinline__ static void rows(uint32_t first, uint32_t (&rows)[kRowsAThread]) {
+#pragma unroll
+        for (int i = 0; i < kRowsAThread; ++i) rows[i] = first + threadIdx.x / 32 * kWarpRows + i * 32 + threadIdx.x % 32;
     }
 
-    __device__ __forceinline__ void store(const GroupParams& p, const EntryRange& range, uint32_t row) const {
-        if (!here) return;
-        const uint32_t before = tallied_before(range.tallies[index], threadIdx.x / 32) + earlier;
-        reinterpret_cast<uint32_t*>(p.perm)[range.places[index] + before] = row;
+    // Adds the rows to the tallies, which are cleared and have no other rows than those of the round.
+    __device__ __forceinline__ void tally(const EntryRange& range, const uint32_t (&entries)[kRowsAThread]) {
+#pragma unroll
+        for (int i = 0; i < kRowsAThread; ++i) {
+            index[i] = entries[i] - range.first;
+            here[i] = index[i] < range.entries;
+        }
+        const LanesAlike<kRowsAThread> peers(index, here, range.entries);
+#pragma unroll
+        for (int i = 0; i < kRowsAThread; ++i) {
+            earlier[i] = peers.earlier(i);
+            if (here[i] && earlier[i] == 0) *range.tally(index[i], threadIdx.x / 32) = peers.count(i);
+        }
+    }
+
+    __device__ __forceinline__ void store(const GroupParams& p, const EntryRange& range, uint32_t first) const {
+        uint32_t rows[kRowsAThread], place[kRowsAThread];
+        PlacedRows::rows(first, rows);
+#pragma unroll
+        for (int i = 0; i < kRowsAThread; ++i) {
+            const uint32_t at = here[i] ? index[i] : 0;
+            place[i] = range.places[at] + range.tallied(at, threadIdx.x / 32) + earlier[i];
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAThread; ++i) {
+            if (here[i]) reinterpret_cast<uint32_t*>(p.perm)[place[i]] = rows[i];
+        }
     }
 };
 
-// Writes where the slice's rows go, as many at a time as there are threads. The first of them, `placed`, are tallied.
+// Writes where the slice's rows go, a round at a time. Those of the first round, `placed`, are tallied.
 template <typename Source>
-__device__ __forceinline__ void place_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin,
-                                           uint32_t end, PlacedRow placed) {
+__device__ __forceinline__ void place_rows(const GroupParams& p, const Source& source, const EntryRange& range, uint32_t begin, uint32_t end,
+                                           PlacedRows placed) {
     __syncthreads();
-    placed.store(p, range, begin + threadIdx.x);
-    for (uint32_t first = begin + blockDim.x; first < end; first += blockDim.x) {
+    placed.store(p, range, begin);
+    for (uint32_t first = begin + kRoundRows; first < end; first += kRoundRows) {
         __syncthreads();
-        for (uint32_t index = threadIdx.x; index < range.entries; index += blockDim.x) {
-            range.places[index] += tallied(range.tallies[index]);
+        for (uint32_t index = threadIdx.x; index < range.entries; index += kGroupThreads) {
+            range.places[index] += range.tallied(index);
             range.clear_tallies(index);
         }
         __syncthreads();
-        const uint32_t row = first + threadIdx.x;
-        placed.tally(range, row < end ? source.entry_of(source.ask(row), row) : kNoEntry);
+        uint32_t rows[kRowsAThread], entries[kRowsAThread];
+        PlacedRows::rows(first, rows);
+        AskedRows<Source, kRowsAThread> asked(source, rows, end);
+        asked.ask(source);
+        asked.take(p, source, entries);
+        placed.tally(range, entries);
         __syncthreads();
-        placed.store(p, range, row);
+        placed.store(p, range, first);
     }
 }
 
-// A cluster shares the rows, a slice a block, and reads the counts of its blocks from each other's shared memory. `capacity`: entries that shared memory has room
-// for; more entries take more passes over the rows.
+// A cluster shares the rows, a slice a block, whose counts are sent to all its blocks. `capacity`, a multiple of 4: entries that shared memory has room for;
+// more entries take more passes over the rows.
 template <typename Source>
 __device__ __forceinline__ void group_counted(const GroupParams& p, Source& source, uint32_t capacity) {
-    extern __shared__ uint4 ranges[];
-    __shared__ Taken warp_sums[33];
-    const auto range_from = [&](uint32_t first) {
-        uint32_t* counts = reinterpret_cast<uint32_t*>(ranges + 2 * capacity);
-        const EntryRange range{first, min(capacity, p.slots - first), counts, counts + capacity, reinterpret_cast<uint4(*)[2]>(ranges)};
-        for (uint32_t i = threadIdx.x; i < range.entries; i += blockDim.x) {
-            range.counts[i] = 0;
-            range.clear_tallies(i);
-        }
-        return range;
-    };
-    EntryRange range = range_from(0);
-    wait_for_predecessor();
-    source.prepare();
+    extern __shared__ __align__(16) uint32_t counts[];
+    __shared__ Taken warp_sums[32];
+    __shared__ uint64_t all_counts;
+    const SharedAddress barrier = shared_address(&all_counts);
+    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    fence_barrier_init();
+    cluster_arrive();
+    EntryRange range(counts, 0, p.slots, capacity);
+    range.clear();
     const uint32_t slice = (p.rows + kGroupBlocks - 1) / kGroupBlocks;
     const uint32_t begin = min(cluster_rank() * slice, p.rows);
     const uint32_t end = min(begin + slice, p.rows);
-    const uint32_t own_row = min(begin + threadIdx.x, p.rows - 1);
-    const auto asked = source.ask(own_row);
-    source.settle();
-    const uint32_t own_entry = begin + threadIdx.x < end ? source.entry_of(asked, own_row) : kNoEntry;
+    uint32_t rows[kRowsAThread], entries[kRowsAThread];
+    PlacedRows::rows(begin, rows);
+    wait_for_entries(p, source, rows, end, entries);
     Taken taken{0, 0};
-    for (uint32_t first_entry = 0; first_entry < p.slots; first_entry += capacity) {
-        if (first_entry > 0) {
-            __syncthreads();
-            range = range_from(first_entry);
-        }
+    for (uint32_t pass = 0;; ++pass) {
         __syncthreads();
-        count_rows(p, source, range, own_entry, begin, end);
-        PlacedRow placed;
-        placed.tally(range, own_entry);
-        cluster_arrive_release();
-        cluster_wait();
+        PlacedRows placed;
+        placed.tally(range, entries);
+        count_rows(p, source, range, begin + kRoundRows, end);
+        __syncthreads();
+        cluster_wait();  // all blocks have their barriers, and have read the counts of the pass before
+        send_counts(range, barrier);
+        barrier_wait(barrier, pass & 1);
         taken = make_tiles(p, range, warp_sums, taken);
-        __syncwarp();
-        cluster_arrive_release();
+        const uint32_t next = range.first + capacity;
+        if (next < p.slots) cluster_arrive_release();
         place_rows(p, source, range, begin, end, placed);
-        cluster_wait();  // no block clears its counts, or leaves, while another reads them
+        if (next >= p.slots) break;
+        __syncthreads();
+        range = EntryRange(counts, next, p.slots, capacity);
+        range.clear();
     }
     if (cluster_rank() == 0 && threadIdx.x == 0) *reinterpret_cast<uint32_t*>(p.tile_count) = min(taken.tiles, p.max_tiles);
 }

@@ -78,6 +78,9 @@ pub(crate) const MAX_GROUP_THREADS: u32 = 1024;
 /// Blocks of the cluster that groups more rows than that.
 pub(crate) const GROUP_BLOCKS: u32 = 8;
 
+/// Threads of each of them: half of a multiprocessor's registers are left to a block of the launch that waits for the grouping.
+pub(crate) const GROUP_THREADS: u32 = 512;
+
 /// Threads of a block of whole-row operations: a warp a row, or all of them.
 pub(crate) const ROW_THREADS: u32 = 256;
 

@@ -216,11 +216,13 @@ pub fn passes_do_not_change_bits(backend: &TestBackend) {
 pub fn groupings_agree_with_the_rule(backend: &TestBackend) {
     let mut rng = Rng::new(7);
     let memory = || Arc::clone(backend) as Arc<dyn DeviceMemory>;
-    for rows in [1, 7, 8, 9, 32, 48, 49, 64, 65, 500, 1024, 1025, 5000] {
+    for rows in [
+        1, 7, 8, 9, 32, 48, 49, 64, 65, 500, 1024, 1025, 5000, 20_000,
+    ] {
         for (entries, small_max) in [(1, 48), (3, 0), (64, 48), (512, u32::MAX), (70_000, 48)] {
             for routing in Routing::ALL {
                 let slots = routing.row_slots(&mut rng, rows, entries);
-                let spec = RowGroupsSpec::new(5000, entries, small_max);
+                let spec = RowGroupsSpec::new(20_000, entries, small_max);
                 let mut groups = RowGroups::new(memory(), spec).expect("groups");
                 let buffer = DeviceBuffer::from_slice(memory(), &slots).expect("upload");
                 let view = buffer.row_slots(rows).expect("slots");

@@ -15,9 +15,9 @@ const SLOTS: usize = 40;
 /// Adapters that the tables have room for.
 const RESIDENTS: u32 = 30;
 
-/// (tokens, top-k, experts): rows that are sorted and rows that are counted, entries that are counted in one pass and in two, bounds that are kept and
-/// bounds that are not.
-const SHAPES: [(usize, usize, u32); 9] = [
+/// (tokens, top-k, experts): rows that are sorted and rows that are counted, in one round of a block's threads and in several, entries that are counted in one pass and
+/// in more, bounds that are kept and bounds that are not.
+const SHAPES: [(usize, usize, u32); 10] = [
     (1, 1, 1),
     (1, 8, 128),
     (3, 8, 512),
@@ -26,6 +26,7 @@ const SHAPES: [(usize, usize, u32); 9] = [
     (128, 8, 16),
     (300, 22, 64),
     (1024, 8, 128),
+    (2500, 8, 32),
     (130, 8, 4096),
 ];
 

@@ -2,14 +2,16 @@
 
 use crate::KernelPlan;
 use crate::cuda::Kernel;
-use crate::params::{GROUP_BLOCKS, GroupParams, MAX_GROUP_THREADS};
+use crate::params::{GROUP_BLOCKS, GROUP_THREADS, GroupParams, MAX_GROUP_THREADS};
 
 /// Shared memory for the counts of a grouping: with what the kernel has beside it, a block of every target has that much.
 const COUNT_BYTES: u32 = 80 * 1024;
 /// Rows whose keys are sorted rather than tallied, whatever the entries: two warps sort without waiting for each other much.
 const MOST_SORTED_ROWS: u32 = 64;
-/// What a block of a counted grouping keeps of an entry: its rows, where the next of them goes, and a byte for those of each warp.
-const ENTRY_COUNT_BYTES: u32 = 2 * 4 + MAX_GROUP_THREADS / 32;
+/// What a block of a counted grouping keeps of an entry: every block's rows of it, where the next of its own goes, and a byte for those of each warp.
+const ENTRY_COUNT_BYTES: u32 = (GROUP_BLOCKS + 1) * 4 + GROUP_THREADS / 32;
+/// Entries whose counts a thread of such a block sends at a time.
+const ENTRIES_SENT: u32 = 4;
 
 /// How a grouping of rows is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,8 +56,13 @@ pub fn plan_group_rows(source: GroupSource, params: &GroupParams) -> GroupPlan {
             GroupSource::Experts => Kernel::GroupManyExperts,
         };
         blocks = GROUP_BLOCKS;
-        block = MAX_GROUP_THREADS;
-        capacity = params.slots.clamp(1, COUNT_BYTES / ENTRY_COUNT_BYTES);
+        block = GROUP_THREADS;
+        let most = COUNT_BYTES / ENTRY_COUNT_BYTES / ENTRIES_SENT * ENTRIES_SENT;
+        capacity = params
+            .slots
+            .min(most)
+            .next_multiple_of(ENTRIES_SENT)
+            .max(ENTRIES_SENT);
         shared_bytes = capacity * ENTRY_COUNT_BYTES;
     }
     let launch = KernelPlan {
