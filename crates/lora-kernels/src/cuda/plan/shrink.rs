@@ -153,8 +153,8 @@ fn plan_small_shrink(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
     }
 }
 
-/// The shrink of spread rows: as many blocks as run at once, which take equally many tiles one after the other; where there are fewer tiles than that, equal shares of
-/// their rows.
+/// The shrink of spread rows: as many blocks as run at once, which take tiles one after the other, not all of them equally many: what they ask for while all of them work
+/// counts for more than who ends first. Where there are fewer tiles than that, equal shares of their rows.
 fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps) -> ShrinkPlan {
     let groups = ends[MAX_SITES - 1];
     let (kernel, groups_a_block, blocks_a_unit) = match groups {
@@ -166,11 +166,10 @@ fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps
         (caps.units * blocks_a_unit / (params.k_blocks * sets).max(1)).clamp(1, MOST_GRID_YZ);
     let shares = (room / params.max_tiles.max(1)).clamp(1, MOST_SHARES);
     let items = usual_tiles(params).max(1) * shares;
-    let turns = items.div_ceil(room);
     ShrinkPlan {
         launch: KernelPlan {
             kernel,
-            grid: [params.k_blocks, sets, items.div_ceil(turns)],
+            grid: [params.k_blocks, sets, items.min(room)],
             block: SHRINK_THREADS,
             shared_bytes: STREAM_SLOTS * SMALL_TILE_ROWS * BLOCK_K * 2,
         },

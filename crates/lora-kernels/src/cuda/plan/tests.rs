@@ -292,7 +292,7 @@ fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() 
 }
 
 #[test]
-fn blocks_of_spread_rows_take_equally_many_tiles_or_shares_of_them() {
+fn as_many_blocks_of_spread_rows_as_run_at_once_take_tiles_or_shares_of_them() {
     let plan = |entries, rank, sites: &[u32]| {
         let mut params = params(&Problem::uniform(8192, entries, rank, (2048, sites)));
         params.flags = FLAG_SPREAD;
@@ -300,7 +300,7 @@ fn blocks_of_spread_rows_take_equally_many_tiles_or_shares_of_them() {
     };
     // 96 blocks at once of 48 multiprocessors; two k blocks, one set of two sites' 16 ranks.
     let two_sites = plan(128, 16, &[768, 768]);
-    assert_eq!(two_sites.shrink.grid, [2, 1, 43]);
+    assert_eq!(two_sites.shrink.grid, [2, 1, 48]);
     assert_eq!(two_sites.shrink.shared_bytes, 2 * 8 * 1024 * 2);
     assert_eq!((two_sites.tile_shares, two_sites.sum), (1, None));
     // 144 blocks at once; 64 full tiles of 8 entries.
