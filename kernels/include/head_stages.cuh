@@ -20,15 +20,10 @@ __device__ __forceinline__ uint32_t kept_shared_address(const void* shared) {
     return address;
 }
 
-// As `copy_async16`, of what is read once a step: the first to leave the L2. The shared address is one that the compiler cannot split into a register and a uniform
-// register: it makes an illegal instruction of that together with a cache policy.
-__device__ __forceinline__ void copy_once_async16(uint32_t shared, const void* global, bool present) {
+// As `copy_async16`, of what is read once a step: the first to leave the L2. The policy is what `createpolicy` makes, as a constant.
+__device__ __forceinline__ void copy_once_async16(SharedAddress shared, const void* global, bool present) {
     constexpr uint64_t kEvictFirst = 0x12f0000000000000;
-    uint32_t whole;
-    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(whole) : "r"(shared));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(whole), "l"(global), "r"(present ? 16 : 0),
-                 "l"(kEvictFirst)
-                 : "memory");
+    copy_async16(shared, global, present, kEvictFirst);
 }
 
 __device__ __forceinline__ void store_shared16(uint32_t shared, const uint4& v) {

@@ -177,9 +177,12 @@ __device__ __forceinline__ void copy_async16(SharedAddress to, const void* globa
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(present ? 16 : 0) : "memory");
 }
 
-// The same, which says when its line leaves the L2.
+// The same, which says when its line leaves the L2. The shared address is one that the compiler cannot split into a register and a uniform one: `ptxas` 13.0 makes an
+// illegal instruction of that together with a cache policy.
 __device__ __forceinline__ void copy_async16(SharedAddress to, const void* global, bool present, uint64_t leaves) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(global), "r"(present ? 16 : 0), "l"(leaves)
+    SharedAddress whole;
+    asm("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(whole) : "r"(to));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(whole), "l"(global), "r"(present ? 16 : 0), "l"(leaves)
                  : "memory");
 }
 
