@@ -11,11 +11,13 @@
 //   columns, since a block waits and meets once a stage.
 // wide: more rows; one block takes an item and all parts in turn, their sum waiting in registers or shared memory. For nearly whole tables: a
 //   matrix product.
+// A third kind, for warpgroups, is `overlay_head_kept.cuh`'s.
 // The overlay's rows are nobody's output, so the first stages of them are under way before the wait for the predecessor.
 #pragma once
 
 #include "barrier.cuh"
 #include "cluster.cuh"
+#include "head_logits.cuh"
 #include "head_stages.cuh"
 #include "overlay_work.cuh"
 
@@ -298,57 +300,7 @@ struct Head {
         }
     }
 
-    __device__ __forceinline__ void store_logit(uint64_t at, float value) const {
-        if (p.flags & kFlagF32Logits) {
-            reinterpret_cast<float*>(p.logits)[at] = value;
-        } else {
-            reinterpret_cast<__nv_bfloat16*>(p.logits)[at] = __float2bfloat16_rn(value);
-        }
-    }
-
     static constexpr int kIdsALane = Shape::kIds / 32;
-    static constexpr uint32_t kNone = ~0u;
-
-    // Where a thread stores logits: lanes take neighbouring ids, so that a whole table's are stored together, and warps rows. Loads are not branched around, so
-    // that they are under way together.
-    __device__ __forceinline__ void find_ids(const HeadItem& item, uint32_t (&ids)[kIdsALane]) const {
-#pragma unroll
-        for (int i = 0; i < kIdsALane; ++i) {
-            const uint32_t column = i * 32 + threadIdx.x % 32;
-            const uint32_t id = load_u32(reinterpret_cast<const uint32_t*>(item.ids) + min(column, item.id_count - 1));
-            ids[i] = column < item.id_count && id < p.vocab ? id : kNone;
-        }
-    }
-
-    // Rows of logits for every `kHeadWarps`th row of the item from `from` to before `end`.
-    template <int kCount>
-    __device__ __forceinline__ void find_rows(const HeadItem& item, uint32_t from, uint32_t end, uint32_t (&rows)[kCount]) const {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            const uint32_t at = from + j * kHeadWarps;
-            const uint32_t row = head_row(p, item.first_position + min(at, item.count - 1));
-            rows[j] = at < end && row < p.rows ? row : kNone;
-        }
-    }
-
-    // Stores there; `value(row, id)` is a logit of the item.
-    template <int kCount, typename Value>
-    __device__ __forceinline__ void store(const uint32_t (&ids)[kIdsALane], const uint32_t (&rows)[kCount], uint32_t from, Value value) const {
-        float logit[kCount][kIdsALane];
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-            for (int i = 0; i < kIdsALane; ++i) logit[j][i] = value(from + j * kHeadWarps, i * 32 + threadIdx.x % 32);
-        }
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            const uint64_t start = rows[j] * p.logits_stride;
-#pragma unroll
-            for (int i = 0; i < kIdsALane; ++i) {
-                if (rows[j] != kNone && ids[i] != kNone) store_logit(start + ids[i], logit[j][i]);
-            }
-        }
-    }
 
     // Rows of an item whose parts a block of a cluster adds up, and the sums of a part of them. Those of 16 ids and 8 rows lie together as an MMA leaves them:
     // four of a thread, the threads in an order that lets neighbouring ids be read from different banks.
@@ -392,15 +344,14 @@ struct Head {
         const uint32_t mmas = first < end ? (item.id_count + 15) / 16 * ((end - first + 7) / 8) : 0;
         // Before the wait: they are there after it.
         const uint32_t from = first + threadIdx.x / 32;
-        uint32_t ids[kIdsALane];
-        uint32_t rows_of_logits[kOwnRows / kHeadWarps];
-        find_ids(item, ids);
-        find_rows(item, from, end, rows_of_logits);
+        LogitPlaces<kIdsALane, kHeadWarps, kOwnRows / kHeadWarps> places;
+        places.find_ids(p, item);
+        places.find_rows(p, item, from, end);
         if (threadIdx.x == 0) barrier_expect(arrived, kLogitParts * mmas * kMmaSums * sizeof(float));
         // A block without rows of the item waits too, for nothing but its own arrival: a barrier is waited for in every phase.
         barrier_wait(arrived, turn & 1);
         if (first < end) {
-            store(ids, rows_of_logits, from, [&](uint32_t row, uint32_t id) {
+            places.store(p, from, [&](uint32_t row, uint32_t id) {
                 const float* at = sums() + sent_at(row, id);
                 float total = at[0];
 #pragma unroll
@@ -431,13 +382,12 @@ struct Head {
         });
         __syncthreads();
         constexpr int kBatch = 8 / kIdsALane;
-        uint32_t ids[kIdsALane];
-        find_ids(item, ids);
+        LogitPlaces<kIdsALane, kHeadWarps, kBatch> places;
+        places.find_ids(p, item);
 #pragma unroll 1
         for (uint32_t from = threadIdx.x / 32; from < item.count; from += kBatch * kHeadWarps) {
-            uint32_t rows_of_logits[kBatch];
-            find_rows(item, from, item.count, rows_of_logits);
-            store(ids, rows_of_logits, from, [&](uint32_t row, uint32_t id) { return *sum_at(row, id); });
+            places.find_rows(p, item, from, item.count);
+            places.store(p, from, [&](uint32_t row, uint32_t id) { return *sum_at(row, id); });
         }
         __syncthreads();
     }

@@ -15,8 +15,8 @@ struct HeadItem {
     uint64_t ids;
     uint32_t id_count;
     uint32_t first_position;
-    uint32_t count;  // rows; 0 = there is no such item
-    uint32_t reserved;
+    uint32_t count;      // rows; 0 = there is no such item
+    uint32_t ids_after;  // of the overlay, behind the item's
 };
 
 __device__ __forceinline__ uint32_t head_tiles(const LogitsParams& p) {
@@ -36,8 +36,12 @@ __device__ __forceinline__ uint32_t head_row(const LogitsParams& p, uint32_t pos
     return p.perm == 0 ? position : reinterpret_cast<const uint32_t*>(p.perm)[position];
 }
 
-// Finds items by number, in ascending order. A window holds as many tiles as a block has threads.
-template <int kIds, int kRows>
+// Threads that find work meet here: a block's first `kHeadThreads`.
+__device__ __forceinline__ void sync_finders() { asm volatile("bar.sync 1, %0;" ::"n"(kHeadThreads) : "memory"); }
+
+// Finds items by number, in ascending order. A window holds as many tiles as threads find work. Of a tile larger than items, items are numbered row by row: those
+// that follow one another share ids, or, with `kRowsStay`, rows.
+template <int kIds, int kRows, bool kRowsStay = false>
 struct HeadWork {
     struct Shared {
         uint32_t first_item[kHeadThreads];
@@ -56,7 +60,7 @@ struct HeadWork {
     // Items' worth of rows that a tile has: more than one where tiles are larger than items.
     __device__ __forceinline__ static uint32_t row_blocks(const Tile& tile) { return (tile.count + kRows - 1) / kRows; }
 
-    // Called by all threads; tiles may be read.
+    // Called by all threads that find work; tiles may be read.
     __device__ __forceinline__ void start() {
         tiles = head_tiles(p);
         items_before = 0;
@@ -84,7 +88,7 @@ struct HeadWork {
         const uint32_t of_warp = __shfl_sync(kAllLanes, tile.first, starts == 0 ? 0 : 31 - __clz(starts));
         uint32_t start = __shfl_sync(kAllLanes, tile.first, starts_here == 0 ? 0 : 31 - __clz(starts_here));
         if (lane == 0) shared.group_start_of_warp[warp] = starts == 0 ? 0 : of_warp + 1;
-        __syncthreads();
+        sync_finders();
         // Positions ascend: the last group is the one that starts furthest on.
         uint32_t carried = group_start;
 #pragma unroll
@@ -98,7 +102,7 @@ struct HeadWork {
         const uint32_t items = leads ? (ids + kIds - 1) / kIds * row_blocks(tile) : 0;
         const uint32_t inclusive = warp_inclusive_scan(items);
         if (lane == 31) shared.items_of_warp[warp] = inclusive;
-        __syncthreads();
+        sync_finders();
         window_items = 0;
         uint32_t of_others = 0;
 #pragma unroll
@@ -107,7 +111,7 @@ struct HeadWork {
             window_items += shared.items_of_warp[other];
         }
         shared.first_item[threadIdx.x] = of_others + inclusive - items;
-        __syncthreads();
+        sync_finders();
     }
 
     // The last tile of the window whose items do not begin after `inside`.
@@ -122,17 +126,25 @@ struct HeadWork {
     // The item of number `item`, which is not below any asked for before.
     __device__ __forceinline__ HeadItem find(uint32_t item) {
         while (item - items_before >= window_items) {
-            if (window + kHeadThreads >= tiles) return HeadItem{0, 0, 0, 0, 0, 0};
-            items_before += window_items;
-            load_window(window + kHeadThreads);
+            if (!next_window()) return HeadItem{0, 0, 0, 0, 0, 0};
         }
-        const uint32_t inside = item - items_before;
+        return item_of_window(item - items_before);
+    }
+
+    // False where there is none.
+    __device__ __forceinline__ bool next_window() {
+        if (window + kHeadThreads >= tiles) return false;
+        items_before += window_items;
+        load_window(window + kHeadThreads);
+        return true;
+    }
+
+    // The item of number `inside` of the window's.
+    __device__ __forceinline__ HeadItem item_of_window(uint32_t inside) const {
         const uint32_t low = tile_of(inside);
         const uint32_t index = window + low;
         const Tile tile = head_tile(p, index);
         const uint32_t of_tile = inside - shared.first_item[low];
-        const uint32_t first_id = of_tile / row_blocks(tile) * kIds;
-        const uint32_t first = tile.first + of_tile % row_blocks(tile) * kRows;
         // Small tiles that follow in the slot's rows; a large tile's rows may fill the item on their own.
         const uint32_t other = index + threadIdx.x % 32;
         uint32_t end = 0;
@@ -142,11 +154,26 @@ struct HeadWork {
         }
         end = __reduce_max_sync(0xffffffffu, end);
         const OverlaySlot overlay = overlay_of(p.entries, p.slots, tile.entry);
+        const uint32_t id_blocks = (overlay.n_override + kIds - 1) / kIds;
+        const uint32_t id_block = kRowsStay ? of_tile % id_blocks : of_tile / row_blocks(tile);
+        const uint32_t row_block = kRowsStay ? of_tile / id_blocks : of_tile % row_blocks(tile);
+        const uint32_t first = tile.first + row_block * kRows;
+        return item_at(overlay, id_block * kIds, first, min(end - first, uint32_t(kRows)));
+    }
+
+    // What follows `item` in its overlay, for the same rows.
+    __device__ __forceinline__ HeadItem item_after(const HeadItem& item) const {
+        return item_at(OverlaySlot{item.rows, item.ids, 0, item.id_count + item.ids_after, 0}, item.id_count, item.first_position, item.count);
+    }
+
+    // From an overlay's `first_id`th of `ids` on.
+    __device__ __forceinline__ HeadItem item_at(const OverlaySlot& overlay, uint32_t first_id, uint32_t first_position, uint32_t count) const {
+        const uint32_t left = overlay.n_override - first_id;
         return HeadItem{overlay.rows + uint64_t(first_id) * p.k_in * sizeof(__nv_bfloat16),
                         overlay.ids + uint64_t(first_id) * sizeof(uint32_t),
-                        min(overlay.n_override - first_id, uint32_t(kIds)),
-                        first,
-                        min(end - first, uint32_t(kRows)),
-                        0};
+                        min(left, uint32_t(kIds)),
+                        first_position,
+                        count,
+                        left - min(left, uint32_t(kIds))};
     }
 };

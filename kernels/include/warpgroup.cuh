@@ -30,6 +30,30 @@ __device__ __forceinline__ uint64_t brick_descriptor(SharedAddress first, uint32
     return uint64_t((first & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(kBrickBytes >> 4) << 32;
 }
 
+// An operand in shared memory, rows of 64 k, 128 bytes each: the 16-byte pieces of a row stand in the order of their number, exclusive-or the row's modulo 8.
+// Eights of rows follow one another from a multiple of 1024 bytes on.
+__device__ __forceinline__ uint64_t swizzled_descriptor(SharedAddress first) {
+    constexpr uint64_t kSwizzled128 = 1;
+    constexpr uint64_t kEightBytes = 8 * 128;
+    return uint64_t((first & 0x3ffff) >> 4) | uint64_t(1) << 16 | kEightBytes >> 4 << 32 | kSwizzled128 << 62;
+}
+
+// The same operand's `k16`th 16 k.
+__device__ __forceinline__ uint64_t swizzled_after(uint64_t descriptor, uint32_t k16) { return descriptor + k16 * (32 >> 4); }
+
+// Sums of 64 rows and 32 columns, in the order of `WarpgroupSums`.
+using WarpgroupSums32 = float[16];
+
+// D = A * B + D on 64 rows and 32 columns, 16 k, both operands in shared memory. The bits are those of `mma_16x8x16`.
+__device__ __forceinline__ void warpgroup_mma(WarpgroupSums32& d, uint64_t a, uint64_t b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+          "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b));
+}
+
 // D = A * B + D, or A * B with `clear`, on 64 rows in registers, as `mma_16x8x16` takes 16 of them a warp, and 64 columns in shared memory, 16 k. The sum of
 // the 16 products and D has the bits of `mma_16x8x16`, in whatever order the 16 stand.
 __device__ __forceinline__ void warpgroup_mma(WarpgroupSums& d, const uint32_t (&a)[4], uint64_t b, bool clear) {

@@ -132,6 +132,24 @@ pub(crate) const HEAD_WIDE_ROWS: u32 = 256;
 /// Its asynchronous stages.
 pub(crate) const HEAD_WIDE_STAGES: u32 = 2;
 
+/// Threads of a block that keeps hidden rows while overlay rows pass: half of them copy, a quarter multiplies, a quarter stores logits.
+pub(crate) const HEAD_KEPT_THREADS: u32 = 512;
+
+/// Hidden rows that it keeps.
+pub(crate) const HEAD_KEPT_ROWS: u32 = 64;
+
+/// Times [`HEAD_STAGE_K`] columns of them that it has room for.
+pub(crate) const HEAD_KEPT_ROW_TILES: u32 = 16;
+
+/// Overlay rows that pass together.
+pub(crate) const HEAD_KEPT_IDS: u32 = 32;
+
+/// Times [`HEAD_STAGE_K`] of their columns in one of its asynchronous stages.
+pub(crate) const HEAD_KEPT_TILES: u32 = 4;
+
+/// Its asynchronous stages.
+pub(crate) const HEAD_KEPT_STAGES: u32 = 4;
+
 /// Flag of [`DeltaParams`] and [`LogitsParams`]: the launch just before this one on the stream did not write the tiles, the permutation or the x row map, so
 /// that they may be read before it has finished. Backends set it themselves.
 pub const FLAG_TILES_READY: u32 = 1;

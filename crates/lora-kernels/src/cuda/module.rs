@@ -80,11 +80,13 @@ pub enum Kernel {
     HeadUnaligned,
     /// The same, a block for more rows and 128 ids.
     HeadWide,
+    /// The same, a cluster that keeps up to 64 rows while ids pass, which warpgroups multiply; on an H200 alone.
+    HeadKept,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 35] = [
+    pub const ALL: [Self; 36] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -120,6 +122,7 @@ impl Kernel {
         Self::HeadSplitLow,
         Self::HeadUnaligned,
         Self::HeadWide,
+        Self::HeadKept,
     ];
 
     /// Name in the PTX.
@@ -160,6 +163,7 @@ impl Kernel {
             Self::HeadSplitLow => "lora_head_split_low",
             Self::HeadUnaligned => "lora_head_unaligned",
             Self::HeadWide => "lora_head_wide",
+            Self::HeadKept => "lora_head_kept",
         }
     }
 
@@ -186,7 +190,8 @@ impl Kernel {
             | Self::HeadSplit
             | Self::HeadSplitLow
             | Self::HeadUnaligned
-            | Self::HeadWide => Some(ALL_SHARED),
+            | Self::HeadWide
+            | Self::HeadKept => Some(ALL_SHARED),
             Self::SumBlocks | Self::ExpandMixed64 => Some(164 << 10),
             _ => None,
         }
@@ -231,6 +236,7 @@ impl Kernel {
             | Self::HeadSplitLow
             | Self::HeadUnaligned
             | Self::HeadWide => ModuleName::OverlayHead,
+            Self::HeadKept => ModuleName::OverlayHeadWarpgroup,
         }
     }
 }
@@ -249,18 +255,23 @@ enum ModuleName {
     OverlayRows,
     OverlayHead,
     ShrinkWarpgroup,
+    OverlayHeadWarpgroup,
 }
 
 impl ModuleName {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::GroupRows,
         Self::Shrink,
         Self::Expand,
         Self::OverlayRows,
         Self::OverlayHead,
         Self::ShrinkWarpgroup,
+        Self::OverlayHeadWarpgroup,
     ];
 }
+
+/// Modules whose instructions one architecture has and no other: the last ones.
+const WARPGROUP_MODULES: usize = 2;
 
 /// PTX built for one architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -269,9 +280,9 @@ pub struct PtxTarget {
     pub name: &'static str,
     /// Compute capability, `10 * major + minor`.
     pub capability: u32,
-    modules: [&'static str; ModuleName::ALL.len() - 1],
-    /// [`ModuleName::ShrinkWarpgroup`], whose instructions this very architecture has and no other.
-    warpgroup: Option<&'static str>,
+    modules: [&'static str; ModuleName::ALL.len() - WARPGROUP_MODULES],
+    /// Those whose instructions this very architecture has and no other.
+    warpgroup: Option<[&'static str; WARPGROUP_MODULES]>,
 }
 
 macro_rules! ptx {
@@ -311,9 +322,10 @@ impl PtxTarget {
             name: "h200",
             capability: 90,
             modules: ptx!("h200"),
-            warpgroup: Some(include_str!(
-                "../../../../kernels/ptx/h200/shrink_warpgroup.ptx"
-            )),
+            warpgroup: Some([
+                include_str!("../../../../kernels/ptx/h200/shrink_warpgroup.ptx"),
+                include_str!("../../../../kernels/ptx/h200/overlay_head_warpgroup.ptx"),
+            ]),
         },
     ];
 
@@ -344,9 +356,9 @@ impl PtxTarget {
     }
 
     fn module(&self, name: ModuleName) -> Option<&'static str> {
-        match name {
-            ModuleName::ShrinkWarpgroup => self.warpgroup,
-            _ => Some(self.modules[name as usize]),
+        match (name as usize).checked_sub(self.modules.len()) {
+            Some(own) => self.warpgroup.map(|modules| modules[own]),
+            None => Some(self.modules[name as usize]),
         }
     }
 }

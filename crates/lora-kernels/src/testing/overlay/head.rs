@@ -146,20 +146,33 @@ fn ways() -> impl Iterator<Item = HeadWay> {
         expected_ids: 1 << 20,
         ..unaligned
     };
+    // More tiles, of enough rows, than a block looks through at a time.
+    let many_tiles = HeadWay {
+        small_max: 1 << 20,
+        expected_ids: 1 << 20,
+        ..HeadWay::PLAIN
+    };
     // An item a row or so, and so many that they are of one kernel or another for little work.
     let few = [1, 64, 128].map(|expected_ids| HeadWay {
         expected_ids,
         f32_logits: true,
         ..HeadWay::PLAIN
     });
-    [HeadWay::PLAIN, large, wide, unaligned, wide_unaligned]
-        .into_iter()
-        .chain(few)
+    [
+        HeadWay::PLAIN,
+        large,
+        wide,
+        unaligned,
+        wide_unaligned,
+        many_tiles,
+    ]
+    .into_iter()
+    .chain(few)
 }
 
 /// Logits against the reference: widths and vocabularies on and off every boundary, BF16 and FP32, overlays of one id to all, few rows and many.
 pub fn logits_match_the_reference(backend: &TestBackend) {
-    const SIZES: [(u32, u32, usize); 7] = [
+    const SIZES: [(u32, u32, usize); 9] = [
         (5, 1, 3),
         (40, 33, 9),
         (130, 64, 70),
@@ -167,6 +180,8 @@ pub fn logits_match_the_reference(backend: &TestBackend) {
         (129, 1000, 40),
         (33, 257, 300),
         (64, 4096, 12),
+        (200, 4168, 12),
+        (5, 8, 2600),
     ];
     for (index, (vocab, hidden, rows)) in SIZES.into_iter().enumerate() {
         let fill = [Fill::Signed, Fill::Coherent][index % 2];
