@@ -76,6 +76,21 @@ struct ExpandTile {
         weights.load(b + uint64_t(first) * b_stride + first_rank, b_stride, site.n_out - first, ranks - first_rank, lane.quarter, reads);
     }
 
+    // Base elements of the thread's two rows of a small tile, 8 outputs from `at` on, where there are such a row and such outputs; out is in whole runs of 8.
+    __device__ __forceinline__ void ask_for_base(uint4 (&to)[2], __nv_bfloat16* const (&rows)[2], uint32_t at) const {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) to[odd] = load16_if(at < site.n_out && rows[odd] != nullptr, rows[odd] + at);
+    }
+
+    // Folds what four MMAs have of those outputs into them.
+    __device__ __forceinline__ void fold_rows(__nv_bfloat16* const (&rows)[2], uint32_t at, const uint4 (&base)[2], const float (&sum)[4][4]) const {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            if (rows[odd] == nullptr || at >= site.n_out) continue;
+            *reinterpret_cast<uint4*>(rows[odd] + at) = folded<2>(base[odd], odd, sum);
+        }
+    }
+
     // Folds `count` outputs one at a time, in order: a rare path that must not cost the others registers.
     __device__ __forceinline__ void fold_pieces(__nv_bfloat16* at, uint32_t count, int odd, const float (&sum)[4][4]) const {
         uint16_t* bits = reinterpret_cast<uint16_t*>(at);
@@ -166,12 +181,8 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     const uint32_t even = t.out_row_of(2 * t.lane.quarter);
     const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
     __nv_bfloat16* const rows[2] = {t.row_start(2 * t.lane.quarter, even), t.row_start(2 * t.lane.quarter + 1, odd)};
-    const auto ask_for_base = [&](uint4 (&to)[2], uint32_t at) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) to[odd] = load16_if(at < t.site.n_out && rows[odd] != nullptr, rows[odd] + at);
-    };
     if (!waited) wait_for_predecessor();
-    ask_for_base(base[0], n);
+    t.ask_for_base(base[0], rows, n);
     load_small_xa<kAhead>(t, xa, pitch);
     __syncthreads();
     for (uint32_t first = 0; first < here; first += kBuffers) {
@@ -183,14 +194,10 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
             float sum[4][4] = {};
             weights[buffer].settle(t.ranks, t.lane.quarter);
             weights[buffer].multiply(sum, xa + t.lane.group * pitch, t.ranks, t.lane.quarter);
-            if (kBuffers > 1 && run + 1 < here) ask_for_base(base[(buffer + 1) % kBuffers], at + kBlockOutputs);
-#pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-                if (rows[odd] == nullptr || at >= t.site.n_out) continue;
-                *reinterpret_cast<uint4*>(rows[odd] + at) = t.folded<2>(base[buffer][odd], odd, sum);
-            }
+            if (kBuffers > 1 && run + 1 < here) t.ask_for_base(base[(buffer + 1) % kBuffers], rows, at + kBlockOutputs);
+            t.fold_rows(rows, at, base[buffer], sum);
             if (run + kBuffers < here) t.load_weights(weights[buffer], at + kBuffers * kBlockOutputs, 0);
-            if (kBuffers == 1 && run + 1 < here) ask_for_base(base[0], at + kBlockOutputs);
+            if (kBuffers == 1 && run + 1 < here) t.ask_for_base(base[0], rows, at + kBlockOutputs);
         }
     }
 }

@@ -97,6 +97,12 @@ struct WeightChunk {
         load_chunk<kAligned, true>(low, a + uint64_t(min(row, adapter.rank - 1)) * k_in, int(k_in - at));
         load_chunk<kAligned, true>(high, a + uint64_t(min(row + 8, adapter.rank - 1)) * k_in, int(k_in - at));
     }
+
+    // The chunk's sums of 8 rows.
+    __device__ __forceinline__ void multiply(float (&sum)[4], const uint4 (&x)[kChunkSteps]) const {
+#pragma unroll
+        for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, low[step], high[step], x[step]);
+    }
 };
 
 // The x row of the `index`th of a tile's rows; past the last one the first one's, whose sums are then not used.
@@ -192,8 +198,7 @@ __device__ __forceinline__ void shrink_rows8(const DeltaParams& p, const DeltaSi
         uint4 x[kChunkSteps];
         load_x<kAligned>(p, row, k, lane, x);
         float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, a.low[step], a.high[step], x[step]);
+        a.multiply(sum, x);
         exchange_and_store(p, site, work, tile.first + first, min(tile.count - first, uint32_t(kSmallTileRows)), sum,
                            exchange, lane);
         if (kSmall) break;
@@ -229,8 +234,7 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
                 ShrinkWork work{blockIdx.x, first_rank, site_index};
                 for (const uint32_t end = min(adapter.rank, first_rank + ranks); work.first_rank < end; work.first_rank += kRankGranule) {
                     float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-                    for (int step = 0; step < kChunkSteps; ++step) mma_pair(sum, a.low[step], a.high[step], x[step]);
+                    a.multiply(sum, x);
                     if (work.first_rank + kRankGranule < end) a.load(adapter, work.first_rank + kRankGranule, k, p.k_in, lane);
                     exchange_and_store(p, site, work, tile.first, tile.count, sum, exchange, lane);
                 }

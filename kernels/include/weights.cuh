@@ -89,6 +89,22 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[4][4], const uint4& x
     }
 }
 
+// Bytes of a row of B, one group of 16 ranks, in shared memory.
+constexpr uint32_t kSharedRowBytes = kRankGranule * 2;
+
+// Where row `row` of B lies there: rows change places in fours, so that the lanes of a phase, which read the same of 8 rows each, are on different banks.
+__device__ __forceinline__ uint32_t shared_row(uint32_t row) { return (row ^ (row / 8) % 4) * kSharedRowBytes; }
+
+// Asks for `rows` rows of B from `from` on, one after the other at 16 ranks a row, in shared memory; called by all of the block's `kThreads` threads.
+template <int kThreads>
+__device__ __forceinline__ void ask_for_shared_rows(SharedAddress to, const __nv_bfloat16* from, uint32_t rows) {
+    constexpr uint32_t kPieces = kSharedRowBytes / 16;
+    for (uint32_t i = threadIdx.x; i < rows * kPieces; i += kThreads) {
+        copy_async16(to + shared_row(i / kPieces) + i % kPieces * 16, from + uint64_t(i) * 8, true);
+    }
+    copy_async_commit();
+}
+
 // The thread's 8 rows of B, one group of 16 ranks.
 template <typename Outputs = AdjacentOutputs>
 struct Weights16 {
@@ -103,6 +119,12 @@ struct Weights16 {
         if (rows > Outputs::offset(7) && stride == kRanks) return load_rows<Outputs, kRanks * 2>(row, from, reads);
 #pragma unroll
         for (int i = 0; i < 8; ++i) reads.template load<0>(row[i], from + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride);
+    }
+
+    // The same from shared memory, where `first` is the thread's first row, a multiple of 8.
+    __device__ __forceinline__ void take(SharedAddress b, uint32_t first, uint32_t quarter) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) row[i] = load_shared8(b + shared_row(first + i) + first_of_quarter(quarter) * 2);
     }
 
     __device__ __forceinline__ void settle(uint32_t, uint32_t) {}

@@ -2,8 +2,8 @@ use super::driver::{self, Device, Launch, Named};
 use super::memory::{Context, Memory};
 use super::module::{Kernel, Kernels, PtxTarget};
 use super::plan::{
-    GroupSource, HeadClusters, plan_delta, plan_gather_rows, plan_group_rows, plan_head_logits,
-    plan_replace_rows, plan_row_diff,
+    GroupSource, HeadClusters, plan_delta, plan_delta_spread, plan_gather_rows, plan_group_rows,
+    plan_head_logits, plan_replace_rows, plan_row_diff,
 };
 use super::{CudaError, DeviceTimer, Graph};
 use crate::params::{EntryParams, FLAG_OPEN_SUMS, FLAG_TILES_READY, GroupParams};
@@ -230,6 +230,14 @@ impl LoraBackend for CudaBackend {
         let tiles_are_ready = !self.just_grouped.take(stream) && params.x_rows == 0;
         if tiles_are_ready {
             params.flags |= FLAG_TILES_READY;
+        }
+        if let Some(mut plan) = plan_delta_spread(&params, &self.caps) {
+            let mut arguments = [
+                (&raw mut params).cast(),
+                (&raw mut plan.block_ends).cast(),
+                (&raw mut plan.outputs).cast(),
+            ];
+            return Ok(self.enqueue(&plan.launch, stream, &mut arguments)?);
         }
         let mut plan = plan_delta(&params, &self.caps);
         let second = match plan.shrink.kernel {

@@ -40,6 +40,10 @@ pub enum Kernel {
     ShrinkWarpgroup192,
     /// The k blocks of tiles of more than 8 rows, added up.
     SumBlocks,
+    /// Shrink, expand and fold of spread rows in one launch, tiles of up to 8 rows, padded rank 16, up to 1024 k.
+    DeltaSpread1024,
+    /// The same, up to 2048 k.
+    DeltaSpread2048,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
     /// The same, padded rank up to 32.
@@ -86,7 +90,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 36] = [
+    pub const ALL: [Self; 38] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -102,6 +106,8 @@ impl Kernel {
         Self::ShrinkWarpgroup128,
         Self::ShrinkWarpgroup192,
         Self::SumBlocks,
+        Self::DeltaSpread1024,
+        Self::DeltaSpread2048,
         Self::ExpandSmall16,
         Self::ExpandSmall32,
         Self::ExpandSmall64,
@@ -143,6 +149,8 @@ impl Kernel {
             Self::ShrinkWarpgroup128 => "lora_shrink_warpgroup_128",
             Self::ShrinkWarpgroup192 => "lora_shrink_warpgroup_192",
             Self::SumBlocks => "lora_sum_blocks",
+            Self::DeltaSpread1024 => "lora_delta_spread_1024",
+            Self::DeltaSpread2048 => "lora_delta_spread_2048",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
@@ -183,6 +191,7 @@ impl Kernel {
             | Self::ExpandSmall64
             | Self::ExpandSpreadSmall16
             | Self::ExpandSpreadSmall32 => Some(32 << 10),
+            Self::DeltaSpread1024 | Self::DeltaSpread2048 => Some(100 << 10),
             Self::ReplaceRows
             | Self::HeadFewDeep
             | Self::HeadFew
@@ -218,6 +227,7 @@ impl Kernel {
             Self::ShrinkWarpgroup64 | Self::ShrinkWarpgroup128 | Self::ShrinkWarpgroup192 => {
                 ModuleName::ShrinkWarpgroup
             }
+            Self::DeltaSpread1024 | Self::DeltaSpread2048 => ModuleName::DeltaSpread,
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64
@@ -254,17 +264,19 @@ enum ModuleName {
     Expand,
     OverlayRows,
     OverlayHead,
+    DeltaSpread,
     ShrinkWarpgroup,
     OverlayHeadWarpgroup,
 }
 
 impl ModuleName {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::GroupRows,
         Self::Shrink,
         Self::Expand,
         Self::OverlayRows,
         Self::OverlayHead,
+        Self::DeltaSpread,
         Self::ShrinkWarpgroup,
         Self::OverlayHeadWarpgroup,
     ];
@@ -304,6 +316,11 @@ macro_rules! ptx {
                 "../../../../kernels/ptx/",
                 $target,
                 "/overlay_head.ptx"
+            )),
+            include_str!(concat!(
+                "../../../../kernels/ptx/",
+                $target,
+                "/delta_spread.ptx"
             )),
         ]
     };

@@ -5,10 +5,12 @@ mod group;
 mod head;
 mod overlay;
 mod shrink;
+mod spread;
 
 pub use group::{GroupPlan, GroupSource, plan_group_rows};
 pub use head::{HeadClusters, plan_head_logits};
 pub use overlay::{plan_gather_rows, plan_replace_rows, plan_row_diff};
+pub use spread::{SpreadPlan, plan_delta_spread};
 
 use super::Kernel;
 use crate::params::{
@@ -17,8 +19,8 @@ use crate::params::{
 };
 use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
-use expand::{expand_kernel, expand_runs, plan_expand};
-use shrink::{plan_shrink, plan_sum};
+use expand::{expand_kernel, expand_runs, has_whole_outs, plan_expand};
+use shrink::{has_aligned_x, plan_shrink, plan_sum};
 
 /// The launches of a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -126,8 +126,10 @@ pub fn small_tiles_equal_large_tiles(backend: &TestBackend) {
 /// The same rows grouped as those of a MoE block: few of them, more than a GPU has blocks for at once, and many rows of few entries.
 pub fn spread_rows_equal_others(backend: &TestBackend) {
     let mut rng = Rng::new(12);
-    for (rows, slots) in [(24, 24), (150, 140), (300, 5)] {
-        for rank in [16, 32, 48, 64] {
+    let one_launch = [(776, 16), (1040, 16), (2048, 16)];
+    let others = [(1040, 32), (1040, 48), (1040, 64)];
+    for (rows, slots) in [(3, 40), (24, 24), (150, 140), (300, 5)] {
+        for (k_in, rank) in one_launch.into_iter().chain(others) {
             let site = |n_out| SiteShape {
                 n_out,
                 gap: 8,
@@ -136,7 +138,7 @@ pub fn spread_rows_equal_others(backend: &TestBackend) {
             let shape = BatchShape {
                 seed: u64::from(rank),
                 fill: Fill::Signed,
-                k_in: 1040,
+                k_in,
                 x_gap: 8,
                 slots,
                 ranks: vec![rank, 7, rank - 4],
@@ -148,6 +150,44 @@ pub fn spread_rows_equal_others(backend: &TestBackend) {
             let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
             assert_same("spread rows and others", &batch, &spread, &routed);
         }
+    }
+}
+
+/// Few spread rows of a narrow out, in one pass and in several.
+pub fn few_spread_rows_do_not_depend_on_passes(backend: &TestBackend) {
+    let mut rng = Rng::new(13);
+    for k_in in [136, 1160] {
+        let shape = BatchShape {
+            k_in,
+            slots: 40,
+            ranks: vec![16, 7],
+            sites: vec![SiteShape {
+                n_out: 200,
+                gap: 8,
+                max_rank: 16,
+            }],
+            ..aligned_shape(13, 1)
+        };
+        let row_slots = Routing::Anywhere.row_slots(&mut rng, 90, 40);
+        let batch = Batch::random(&shape, &row_slots);
+        let whole = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
+        let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
+        assert_same("narrow spread rows and others", &batch, &whole, &routed);
+        let spec = ScratchSpec {
+            max_rows: 70,
+            max_rank: 16,
+            max_sites: 1,
+            max_k_in: k_in,
+        };
+        let settings = (LaunchOptions::default(), spec);
+        let mut device = DeviceBatch::with_scratch(backend, &batch, Via::RoutedSpread, settings);
+        device.group(Stream::OWN);
+        let applied = device.launch(Stream::OWN);
+        assert!(
+            matches!(applied, Applied::Launched { launches } if launches > 1),
+            "{applied:?}"
+        );
+        assert_same("one pass and many", &batch, &whole, &device.outs());
     }
 }
 

@@ -42,6 +42,16 @@ fn run_room(kernel: Kernel) -> Option<RunRoom> {
     })
 }
 
+/// Whether out is in whole, aligned runs of 8.
+pub(super) fn has_whole_outs(params: &DeltaParams) -> bool {
+    let whole = |site: &DeltaSite| {
+        site.out.is_multiple_of(16)
+            && site.out_stride.is_multiple_of(8)
+            && site.n_out.is_multiple_of(8)
+    };
+    sites(params).iter().all(whole)
+}
+
 /// `open`: the sums of large tiles are still to be added up.
 pub(super) fn expand_kernel(
     params: &DeltaParams,
@@ -56,13 +66,8 @@ pub(super) fn expand_kernel(
     };
     let many_waves =
         |kernel: Kernel| is_spread(params) && run_room(kernel).is_some_and(has_many_waves);
-    let whole = |site: &DeltaSite| {
-        site.out.is_multiple_of(16)
-            && site.out_stride.is_multiple_of(8)
-            && site.n_out.is_multiple_of(8)
-    };
     match (small, max_rank) {
-        _ if !sites(params).iter().all(whole) => Kernel::ExpandAny,
+        _ if !has_whole_outs(params) => Kernel::ExpandAny,
         (true, 0..=16) if many_waves(Kernel::ExpandSmall16) => Kernel::ExpandSpreadSmall16,
         (true, 17..=32) if many_waves(Kernel::ExpandSmall32) => Kernel::ExpandSpreadSmall32,
         (true, 0..=16) => Kernel::ExpandSmall16,

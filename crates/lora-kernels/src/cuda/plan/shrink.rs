@@ -49,11 +49,16 @@ pub(super) struct ShrinkPlan {
     pub(super) shares: u32,
 }
 
+/// Whether rows of x and of A are 16-byte aligned.
+pub(super) fn has_aligned_x(params: &DeltaParams) -> bool {
+    params.k_in.is_multiple_of(8)
+        && params.x_stride.is_multiple_of(8)
+        && params.x.is_multiple_of(16)
+}
+
 /// Plans the first launch of a delta.
 pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) -> ShrinkPlan {
-    let aligned = params.k_in.is_multiple_of(8)
-        && params.x_stride.is_multiple_of(8)
-        && params.x.is_multiple_of(16);
+    let aligned = has_aligned_x(params);
     let group_ends = ends(params, |site| site.max_rank / RANK_GRANULE);
     let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
