@@ -50,7 +50,12 @@ __device__ __forceinline__ void delta_spread(const DeltaParams& p, const SiteEnd
     const DeltaSite& site = p.sites[site_index];
     const uint32_t first_output = (blockIdx.x - site_start(ends, site_index)) * outputs;
     const Lane lane = lane_of_thread();
-    const bool waited = begin(p);
+    const bool waited = begin(p, [&] {
+        if (first_output > 0) return;
+        const Adapter likely = likely_adapter(p, site, blockIdx.y, gridDim.y, 2 * kLikelyShare);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) prefetch_a(p, likely, ShrinkWork{uint32_t(block), 0, site_index});
+    });
     const Tile tile = tile_at(p, blockIdx.y);  // not after the count: one latency less
     const uint32_t total = tile_total(p);
     if (blockIdx.y >= total || !tile_in_pass(p, tile)) {

@@ -112,8 +112,10 @@ struct KeptHead {
         const uint32_t row_tile = other_rows ? (loaded.row_tile + steps * kTiles) % kRowTiles : loaded.row_tile;
         loaded = Entry{item, row_tile};
         items.wait_empty();
-        if (threadIdx.x == 0) entries[items.slot] = loaded;
-        if (threadIdx.x == 0) items.hand_over();
+        if (threadIdx.x == 0) {
+            entries[items.slot] = loaded;
+            items.hand_over();
+        }
         items.advance();
         if (item.count == 0) return false;
         id_row = reinterpret_cast<const __nv_bfloat16*>(item.rows) + uint64_t(threadIdx.x / kHeadPieces) * p.k_in;

@@ -148,6 +148,31 @@ struct GroupSet {
     }
 };
 
+// One in how many blocks asks for what is likely to be wanted: about as much as memory moves while rows are being grouped. A GB10's moves a sixth as much for each
+// multiprocessor.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr uint32_t kLikelyShare = 12;
+#else
+constexpr uint32_t kLikelyShare = 2;
+#endif
+
+// The adapter whose A one of `blocks` blocks asks for in L2 while rows are being grouped and memory has nothing else to do, where the batch is likely to have rows of
+// many entries: one as far down the table as the block is among the others. One in `share` asks; more would still be on its way when the tiles are there. Rank 0
+// where the block asks for none.
+__device__ __forceinline__ Adapter likely_adapter(const DeltaParams& p, const DeltaSite& site, uint32_t block, uint32_t blocks, uint32_t share) {
+    if ((p.flags & kFlagSpread) == 0 || block >= blocks || block % share != 0 || 2 * uint64_t(p.rows) < p.slots) return Adapter{nullptr, 0};
+    return adapter_of<Factor::kA>(p, site, block * max(p.slots / blocks, 1u));
+}
+
+// Asks for a k block of 16 ranks of A, a line a thread.
+__device__ __forceinline__ void prefetch_a(const DeltaParams& p, const Adapter& adapter, const ShrinkWork& work) {
+    constexpr uint32_t kLines = kBlockK * 2 / kLineBytes;
+    static_assert(kShrinkThreads == kRankGranule * kLines);
+    const uint32_t row = work.first_rank + threadIdx.x / kLines;
+    const uint32_t at = work.k_block * kBlockK + threadIdx.x % kLines * (kLineBytes / 2);
+    if (row < adapter.rank && at < p.k_in) prefetch_l2(adapter.matrix + uint64_t(row) * p.k_in + at);
+}
+
 // A warp's chunk sums of 8 rows and 16 ranks, for the other warps.
 __device__ __forceinline__ void put_chunk_sums(float* exchange, const float (&sum)[4], const Lane& lane) {
     float* mine = exchange + (lane.warp * kSmallTileRows + 2 * lane.quarter) * kExchangePitch + lane.group;
@@ -214,7 +239,8 @@ __device__ __forceinline__ void shrink_small(const DeltaParams& p, const SiteEnd
     const uint32_t ranks = kRankGranule * (kSeveral ? groups : 1);
     const uint32_t first_rank = (blockIdx.y - site_start(block_ends, site_index)) * ranks;
     const DeltaSite& site = p.sites[site_index];
-    begin(p);
+    // The first half of the blocks run at once, whether or not all do.
+    begin(p, [&] { prefetch_a(p, likely_adapter(p, site, blockIdx.z, gridDim.z / 2, kLikelyShare), ShrinkWork{blockIdx.x, first_rank, site_index}); });
     Tile tile = tile_at(p, blockIdx.z);  // not after the count: one latency less
     const uint32_t total = tile_total(p);
 #pragma unroll 1

@@ -68,15 +68,6 @@ struct XStream {
     }
 };
 
-// Asks for a k block of 16 ranks of A in L2, a line a thread.
-__device__ __forceinline__ void prefetch_a(const DeltaParams& p, uint64_t matrix, uint32_t rank, const ShrinkWork& work) {
-    constexpr uint32_t kLines = kBlockK * 2 / kLineBytes;
-    static_assert(kShrinkThreads == kRankGranule * kLines);
-    const uint32_t row = work.first_rank + threadIdx.x / kLines;
-    const uint32_t at = work.k_block * kBlockK + threadIdx.x % kLines * (kLineBytes / 2);
-    if (row < rank && at < p.k_in) prefetch_l2(matrix + (uint64_t(row) * p.k_in + at) * 2);
-}
-
 // A share of a tile, and what the tables say of a set of groups of 16 ranks (rows of many entries are routed). Loads are issued without a branch, and what they
 // bring is looked at no earlier than they are settled.
 template <int kGroups>
@@ -197,16 +188,13 @@ __device__ __forceinline__ void shrink_streamed(const DeltaParams& p, uint32_t s
     ShrinkWork work[kGroups];
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) work[group] = shrink_work(p, k_block, blockIdx.y * kGroups + group);
-    if ((p.flags & kFlagTilesReady) == 0) {
-        // While rows are being grouped, A of the first entries: the batch is likely to have rows of them.
+    begin_late(p, [&] {
+        if (blockIdx.z % shares != 0) return;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            if (blockIdx.z % shares != 0) break;
-            const Adapter likely = adapter_of<Factor::kA>(p, p.sites[work[group].site], blockIdx.z / shares);
-            prefetch_a(p, reinterpret_cast<uint64_t>(likely.matrix), likely.rank, work[group]);
+            prefetch_a(p, likely_adapter(p, p.sites[work[group].site], blockIdx.z / shares, gridDim.z / shares, kLikelyShare), work[group]);
         }
-        wait_late();
-    }
+    });
     const uint32_t total = tile_total(p) * shares;
     if (blockIdx.z >= total) return wait_late();
 

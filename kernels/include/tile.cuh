@@ -6,12 +6,20 @@
 #include "params.cuh"
 #include "primitives.cuh"
 
-// Lets the next launch start, and waits for the previous one where it may have written the tiles. True where it has waited.
-__device__ __forceinline__ bool begin(const DeltaParams& p) {
+// Lets the next launch start, and waits for the previous one where it may have written the tiles; `meanwhile` is called before. True where it has waited.
+template <typename Meanwhile>
+__device__ __forceinline__ bool begin(const DeltaParams& p, const Meanwhile& meanwhile) {
     const bool wait = (p.flags & kFlagTilesReady) == 0;
-    if (wait) wait_for_predecessor();
+    if (wait) {
+        meanwhile();
+        wait_for_predecessor();
+    }
     let_dependents_start();
     return wait;
+}
+
+__device__ __forceinline__ bool begin(const DeltaParams& p) {
+    return begin(p, [] {});
 }
 
 // The same for a launch whose successor may use, before it waits itself, what earlier launches than this one wrote: it may start once every block
@@ -21,8 +29,15 @@ __device__ __forceinline__ void wait_late() {
     let_dependents_start();
 }
 
+template <typename Meanwhile>
+__device__ __forceinline__ void begin_late(const DeltaParams& p, const Meanwhile& meanwhile) {
+    if ((p.flags & kFlagTilesReady) != 0) return;
+    meanwhile();
+    wait_late();
+}
+
 __device__ __forceinline__ void begin_late(const DeltaParams& p) {
-    if ((p.flags & kFlagTilesReady) == 0) wait_late();
+    begin_late(p, [] {});
 }
 
 __device__ __forceinline__ uint32_t tile_total(const DeltaParams& p) {

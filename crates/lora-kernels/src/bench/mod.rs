@@ -36,8 +36,8 @@ pub use moe::{
     QWEN3_30B_LAYER, TINY_MOE_LAYER, TINY_MOE_SHAPES,
 };
 pub use overlay::{
-    H200_OVERLAYS, HOST_OVERLAYS, OverlayBench, OverlayReport, OverlayShape, OverlayTimes,
-    OverlayWork, TINY_OVERLAYS,
+    H200_OVERLAYS, HOST_OVERLAYS, IdPlaces, OverlayBench, OverlayReport, OverlayShape,
+    OverlayTimes, OverlayWork, TINY_OVERLAYS,
 };
 pub use shapes::{
     DeltaShape, H200_SHAPES, HOST_SHAPES, LLAMA_8B_LAYER, LayerSite, TINY_LAYER, TINY_SHAPES,

@@ -57,6 +57,7 @@ impl Apply {
             rows,
             adapters,
             ids,
+            places,
         } = shape.work
         else {
             unreachable!("a bench of applying is made for nothing else");
@@ -68,8 +69,8 @@ impl Apply {
         let rms = 1.0 / (hidden as f32).sqrt();
         let block = rng.values(block_rows * hidden, Fill::Signed, rms);
         let hidden_rows = rng.values(count * hidden, Fill::Signed, 1.0);
-        let spread = |i: u32| (u64::from(i) * u64::from(shape.vocab) / u64::from(ids)) as u32;
-        let ids: Vec<u32> = (0..ids).map(spread).collect();
+        let id = |place| places.id(place, ids, shape.vocab);
+        let ids: Vec<u32> = (0..ids).map(id).collect();
         let mut map = vec![-1_i32; shape.vocab as usize];
         for (place, &id) in (0..).zip(&ids) {
             map[id as usize] = place;

@@ -28,9 +28,30 @@ pub enum OverlayWork {
         rows: u32,
         /// Adapters, each with an overlay of its own.
         adapters: u32,
-        /// Ids of each overlay, spread evenly over the vocabulary.
+        /// Ids of each overlay.
         ids: u32,
+        /// Where in the vocabulary they are.
+        places: IdPlaces,
     },
+}
+
+/// Where the ids of an overlay are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdPlaces {
+    /// All over the vocabulary, evenly, as the rows that a fine-tune of a whole table changes most: each logit has a line of memory to itself.
+    Spread,
+    /// The last ones, as added tokens are.
+    Last,
+}
+
+impl IdPlaces {
+    /// The id in the `place`th place of `ids`.
+    fn id(self, place: u32, ids: u32, vocab: u32) -> u32 {
+        match self {
+            Self::Spread => (u64::from(place) * u64::from(vocab) / u64::from(ids)) as u32,
+            Self::Last => vocab - ids + place,
+        }
+    }
 }
 
 /// A measurement of overlays of one vocabulary.
@@ -53,26 +74,34 @@ const fn qwen(work: OverlayWork) -> OverlayShape {
 }
 
 const fn whole(rows: u32) -> OverlayShape {
-    let (adapters, ids) = (1, 152_064);
     qwen(OverlayWork::Apply {
         rows,
-        adapters,
-        ids,
+        adapters: 1,
+        ids: 152_064,
+        places: IdPlaces::Last,
     })
 }
 
 /// What an H200 is measured by: a vocabulary of 152 thousand, some ids of it and all.
-pub const H200_OVERLAYS: [OverlayShape; 6] = [
+pub const H200_OVERLAYS: [OverlayShape; 7] = [
     qwen(OverlayWork::Build { changed: 1521 }),
     qwen(OverlayWork::Apply {
         rows: 256,
         adapters: 4,
         ids: 1024,
+        places: IdPlaces::Spread,
+    }),
+    qwen(OverlayWork::Apply {
+        rows: 256,
+        adapters: 4,
+        ids: 1024,
+        places: IdPlaces::Last,
     }),
     qwen(OverlayWork::Apply {
         rows: 8,
         adapters: 8,
         ids: 16,
+        places: IdPlaces::Spread,
     }),
     whole(1),
     whole(64),
@@ -93,6 +122,7 @@ pub const HOST_OVERLAYS: [OverlayShape; 2] = [
             rows: 16,
             adapters: 4,
             ids: 256,
+            places: IdPlaces::Spread,
         },
     },
 ];
@@ -111,6 +141,7 @@ pub const TINY_OVERLAYS: [OverlayShape; 3] = [
             rows: 9,
             adapters: 3,
             ids: 20,
+            places: IdPlaces::Spread,
         },
     },
     OverlayShape {
@@ -120,6 +151,7 @@ pub const TINY_OVERLAYS: [OverlayShape; 3] = [
             rows: 3,
             adapters: 1,
             ids: 500,
+            places: IdPlaces::Last,
         },
     },
 ];
@@ -144,6 +176,7 @@ impl OverlayShape {
                 rows,
                 adapters,
                 ids,
+                ..
             } => {
                 let (rows, ids) = (u64::from(rows), u64::from(ids));
                 let overlays = u64::from(adapters) * ids * row;
@@ -182,7 +215,14 @@ impl fmt::Display for OverlayShape {
                 rows,
                 adapters,
                 ids,
-            } => write!(f, "apply, {rows} rows, {adapters} of {ids} ids")?,
+                places,
+            } => {
+                let which = match places {
+                    IdPlaces::Last if ids < self.vocab => "the last ",
+                    _ => "",
+                };
+                write!(f, "apply, {rows} rows, {adapters} of {which}{ids} ids")?;
+            }
         }
         write!(f, ", {} x {}", self.vocab, self.hidden)
     }
@@ -298,13 +338,28 @@ mod tests {
     }
 
     #[test]
+    fn ids_are_different_ones_of_the_vocabulary() {
+        for (places, first, last) in [(IdPlaces::Spread, 0, 666), (IdPlaces::Last, 997, 999)] {
+            let ids: Vec<u32> = (0..3).map(|place| places.id(place, 3, 1000)).collect();
+            assert!(ids.is_sorted_by(|a, b| a < b), "{ids:?}");
+            assert_eq!((ids[0], ids[2]), (first, last));
+        }
+        let [_, spread, last, ..] = H200_OVERLAYS.map(|shape| shape.to_string());
+        assert_eq!(spread, "apply, 256 rows, 4 of 1024 ids, 152064 x 4096");
+        assert_eq!(
+            last,
+            "apply, 256 rows, 4 of the last 1024 ids, 152064 x 4096"
+        );
+    }
+
+    #[test]
     fn a_floor_counts_every_byte_once() {
         let [build, apply, ..] = H200_OVERLAYS;
         assert_eq!(build.floor_bytes(), 2 * (152_064 + 1521) * 8192);
         let (overlays, rows) = (4 * 1024 * 8192, 256 * 8192);
         assert_eq!(apply.floor_bytes(), overlays + 3 * rows + 256 * 1024 * 2);
         assert_eq!(apply.flops(), 2 * 256 * 1024 * 4096);
-        let whole = H200_OVERLAYS[5];
+        let whole = H200_OVERLAYS[6];
         assert_eq!(whole.reach_us(4.3e6), None);
     }
 }
