@@ -240,21 +240,9 @@ impl LoraBackend for CudaBackend {
             return Ok(self.enqueue(&plan.launch, stream, &mut arguments)?);
         }
         let mut plan = plan_delta(&params, &self.caps);
-        let second = match plan.shrink.kernel {
-            Kernel::ShrinkMixed | Kernel::ShrinkMixedLow | Kernel::ShrinkUnaligned => {
-                (&raw mut plan.k_parts).cast()
-            }
-            Kernel::ShrinkStreamed16 | Kernel::ShrinkStreamed32 => {
-                (&raw mut plan.tile_shares).cast()
-            }
-            Kernel::ShrinkWarpgroup64 | Kernel::ShrinkWarpgroup128 | Kernel::ShrinkWarpgroup192 => {
-                (&raw mut plan.rank_sets).cast()
-            }
-            _ => (&raw mut plan.shrink_ends).cast(),
-        };
         let mut shrink = [
             (&raw mut params).cast(),
-            second,
+            plan.shrink_shares.as_argument(),
             (&raw mut plan.shrink_groups).cast(),
         ];
         self.enqueue(&plan.shrink, stream, &mut shrink)?;

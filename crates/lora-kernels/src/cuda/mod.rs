@@ -17,7 +17,7 @@ pub use error::CudaError;
 pub use graph::{DeviceTimer, Graph};
 pub use module::{Kernel, PtxTarget};
 pub use plan::{
-    DeltaPlan, GroupPlan, GroupSource, HeadClusters, SpreadPlan, plan, plan_delta,
+    DeltaPlan, GroupPlan, GroupSource, HeadClusters, ShrinkShares, SpreadPlan, plan, plan_delta,
     plan_delta_spread, plan_gather_rows, plan_group_rows, plan_head_logits, plan_replace_rows,
     plan_row_diff,
 };

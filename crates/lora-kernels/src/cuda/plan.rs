@@ -21,22 +21,17 @@ use crate::{DeviceCaps, KernelPlan, LaunchPlan, Problem};
 use bytemuck::Zeroable;
 use expand::{expand_kernel, expand_runs, has_whole_outs, plan_expand};
 use shrink::{has_aligned_x, plan_shrink, plan_sum};
+use std::ffi::c_void;
 
 /// The launches of a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaPlan {
     /// Partial sums of `x @ A^T`.
     pub shrink: KernelPlan<Kernel>,
-    /// Where the blocks of each site end in y of the shrink grid, where a block takes one site.
-    pub shrink_ends: [u32; MAX_SITES],
+    /// What blocks of the shrink grid share out among them.
+    pub shrink_shares: ShrinkShares,
     /// Groups of 16 ranks that a shrink block takes: of small tiles in turn, of large ones at once and maybe of several sites.
     pub shrink_groups: u32,
-    /// Parts of the k blocks that blocks of the shrink grid of large tiles take.
-    pub k_parts: u32,
-    /// Sets that the ranks of all sites are cut into for blocks of the shrink grid of large tiles.
-    pub rank_sets: u32,
-    /// Shares of a tile's rows that blocks of the shrink grid of spread rows take.
-    pub tile_shares: u32,
     /// The k blocks of large tiles added up, where there may be any and expand blocks do not do it themselves.
     pub sum: Option<KernelPlan<Kernel>>,
     /// `@ B^T` and the fold.
@@ -45,6 +40,31 @@ pub struct DeltaPlan {
     pub block_ends: [u32; MAX_SITES],
     /// Runs of 256 outputs that an expand block makes one after the other.
     pub expand_runs: u32,
+}
+
+/// How the blocks of a shrink launch share its work: the second argument of its kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShrinkShares {
+    /// Small tiles, of which a block takes one site: where the blocks of each end in y of the grid.
+    Sites([u32; MAX_SITES]),
+    /// Large tiles: parts that the k blocks are cut into.
+    KParts(u32),
+    /// Large tiles whose blocks find their k blocks themselves: sets that the ranks of all sites are cut into.
+    RankSets(u32),
+    /// Spread rows: equal shares of a tile's rows.
+    TileRows(u32),
+}
+
+impl ShrinkShares {
+    /// The argument as a launch takes it.
+    pub(super) fn as_argument(&mut self) -> *mut c_void {
+        match self {
+            Self::Sites(ends) => (&raw mut *ends).cast(),
+            Self::KParts(count) | Self::RankSets(count) | Self::TileRows(count) => {
+                (&raw mut *count).cast()
+            }
+        }
+    }
 }
 
 /// Outputs that an expand block makes at a time.
@@ -111,11 +131,8 @@ pub fn plan_delta(params: &DeltaParams, caps: &DeviceCaps) -> DeltaPlan {
     let sum = (params.tile_rows > SMALL_TILE_ROWS && !open).then(|| plan_sum(params));
     DeltaPlan {
         shrink: shrink.launch,
-        shrink_ends: shrink.ends,
+        shrink_shares: shrink.shares,
         shrink_groups: shrink.groups,
-        k_parts: shrink.parts,
-        rank_sets: shrink.sets,
-        tile_shares: shrink.shares,
         sum,
         expand,
         block_ends,

@@ -1,10 +1,10 @@
 //! Shrink: which kernel, over which shares of tiles, ranks and k.
 
-use super::{MOST_GRID_YZ, ends, is_spread, max_rank, usual_tiles};
+use super::{MOST_GRID_YZ, ShrinkShares, ends, is_spread, max_rank, sites, usual_tiles};
 use crate::cuda::Kernel;
 use crate::params::{
-    BLOCK_K, CHUNK_K, DeltaParams, EXCHANGE_PITCH, LARGE_TILE_ROWS, MAX_SITES, SHRINK_SET_RANKS,
-    SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, STREAM_SLOTS, SUM_THREADS,
+    BLOCK_K, CHUNK_K, DeltaParams, DeltaSite, EXCHANGE_PITCH, LARGE_TILE_ROWS, MAX_SITES,
+    SHRINK_SET_RANKS, SHRINK_STAGES, SHRINK_THREADS, SMALL_TILE_ROWS, STREAM_SLOTS, SUM_THREADS,
     WARPGROUP_SHRINK_STAGES, WARPGROUP_SHRINK_THREADS, WARPGROUP_SHRINK_WIDE_STAGES,
 };
 use crate::{DeviceCaps, KernelPlan};
@@ -42,11 +42,8 @@ const MOST_PARTS: u32 = 64;
 /// How a delta begins.
 pub(super) struct ShrinkPlan {
     pub(super) launch: KernelPlan<Kernel>,
-    pub(super) ends: [u32; MAX_SITES],
+    pub(super) shares: ShrinkShares,
     pub(super) groups: u32,
-    pub(super) parts: u32,
-    pub(super) sets: u32,
-    pub(super) shares: u32,
 }
 
 /// Whether rows of x and of A are 16-byte aligned.
@@ -56,14 +53,19 @@ pub(super) fn has_aligned_x(params: &DeltaParams) -> bool {
         && params.x.is_multiple_of(16)
 }
 
+/// Groups of 16 ranks of all sites.
+fn all_groups(params: &DeltaParams) -> u32 {
+    let of_site = |site: &DeltaSite| site.max_rank / RANK_GRANULE;
+    sites(params).iter().map(of_site).sum()
+}
+
 /// Plans the first launch of a delta.
 pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) -> ShrinkPlan {
     let aligned = has_aligned_x(params);
-    let group_ends = ends(params, |site| site.max_rank / RANK_GRANULE);
-    let groups = group_ends[MAX_SITES - 1];
     if aligned && small {
         return plan_small_shrink(params, caps);
     }
+    let groups = all_groups(params);
     let few_rows = u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY);
     let most_streamed = if few_rows {
         MOST_STREAMED_RANK_OF_FEW
@@ -71,11 +73,11 @@ pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) 
         MOST_STREAMED_RANK
     };
     if aligned && is_spread(params) && max_rank(params) <= most_streamed {
-        return plan_streamed(params, group_ends, caps);
+        return plan_streamed(params, caps);
     }
     // Fewer ranks leave its blocks waiting for x alone, which the others ask for sooner; tiles that are seldom full are better dealt out one at a time.
     if aligned && caps.warpgroup_mma && !is_spread(params) && groups >= WARPGROUP_GROUPS {
-        return plan_warpgroups(params, group_ends, caps);
+        return plan_warpgroups(params, caps);
     }
     let (sets, set_groups) = group_sets(groups);
     let stages = |stage_k| stage_bytes(set_groups * RANK_GRANULE, stage_k);
@@ -99,11 +101,8 @@ pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) 
             block: SHRINK_THREADS,
             shared_bytes,
         },
-        ends: group_ends,
+        shares: ShrinkShares::KParts(parts),
         groups: set_groups,
-        parts,
-        sets,
-        shares: 1,
     }
 }
 
@@ -150,18 +149,15 @@ fn plan_small_shrink(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
             block: SHRINK_THREADS,
             shared_bytes: 0,
         },
-        ends,
+        shares: ShrinkShares::Sites(ends),
         groups,
-        parts: params.k_blocks,
-        sets: 1,
-        shares: 1,
     }
 }
 
 /// The shrink of spread rows: as many blocks as run at once, which take tiles one after the other, not all of them equally many: what they ask for while all of them work
 /// counts for more than who ends first. Where there are fewer tiles than that, equal shares of their rows.
-fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps) -> ShrinkPlan {
-    let groups = ends[MAX_SITES - 1];
+fn plan_streamed(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
+    let groups = all_groups(params);
     let (kernel, groups_a_block, blocks_a_unit) = match groups {
         0..=1 => (Kernel::ShrinkStreamed16, 1, 3),
         _ => (Kernel::ShrinkStreamed32, 2, 2),
@@ -178,18 +174,15 @@ fn plan_streamed(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps
             block: SHRINK_THREADS,
             shared_bytes: STREAM_SLOTS * SMALL_TILE_ROWS * BLOCK_K * 2,
         },
-        ends,
+        shares: ShrinkShares::TileRows(shares),
         groups: 1,
-        parts: params.k_blocks,
-        sets: 1,
-        shares,
     }
 }
 
 /// The shrink whose warpgroups multiply: a block a multiprocessor, which finds its share of tiles, sets of ranks and k blocks itself; no more blocks than end
 /// soonest.
-fn plan_warpgroups(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCaps) -> ShrinkPlan {
-    let groups = ends[MAX_SITES - 1];
+fn plan_warpgroups(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
+    let groups = all_groups(params);
     let fewest_sets = groups.div_ceil(WARPGROUP_GROUPS * WARPGROUP_KERNELS.len() as u32);
     let units = groups.div_ceil(fewest_sets).div_ceil(WARPGROUP_GROUPS);
     let set_groups = units * WARPGROUP_GROUPS;
@@ -205,11 +198,8 @@ fn plan_warpgroups(params: &DeltaParams, ends: [u32; MAX_SITES], caps: &DeviceCa
             block: WARPGROUP_SHRINK_THREADS,
             shared_bytes: warpgroup_stage_bytes(set_groups),
         },
-        ends,
+        shares: ShrinkShares::RankSets(sets),
         groups: set_groups,
-        parts: params.k_blocks,
-        sets,
-        shares: 1,
     }
 }
 

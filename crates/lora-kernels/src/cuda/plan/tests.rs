@@ -28,7 +28,8 @@ fn decode_gives_each_16_ranks_and_k_block_of_a_tile_a_block() {
     assert_eq!(plan.shrink.kernel, Kernel::ShrinkSmall);
     assert_eq!(plan.shrink.grid, [4, 3, 8]);
     assert_eq!(plan.shrink.shared_bytes, 0);
-    assert_eq!((plan.shrink_ends, plan.shrink_groups), ([1, 2, 3, 3], 1));
+    assert_eq!(plan.shrink_shares, ShrinkShares::Sites([1, 2, 3, 3]));
+    assert_eq!(plan.shrink_groups, 1);
     assert_eq!(plan.expand.kernel, Kernel::ExpandSmall16);
     assert_eq!(plan.expand.grid, [24, 8, 1]);
     assert_eq!(plan.block_ends, [16, 20, 24, 24]);
@@ -97,7 +98,10 @@ fn long_batches_take_the_kernels_for_both_kinds_of_tile() {
     assert_eq!(plan.shrink.shared_bytes, 3 * (128 + 64) * 128);
     assert_eq!(plan.sum.unwrap().grid, [16, params(&problem).max_tiles, 2]);
     assert_eq!(plan.shrink_groups, 4);
-    assert_eq!(plan.shrink.grid[0], plan.k_parts * 2);
+    let ShrinkShares::KParts(parts) = plan.shrink_shares else {
+        panic!("{:?}", plan.shrink_shares);
+    };
+    assert_eq!(plan.shrink.grid[0], parts * 2);
     assert_eq!(plan.expand.kernel, Kernel::ExpandMixed64);
     // Base elements of two times 16 rows and 256 outputs; 128 rows of 64 ranks, no four rows of a phase on the same banks.
     assert_eq!(plan.expand.shared_bytes, 2 * 16 * 256 * 2 + 128 * 80 * 2);
@@ -130,8 +134,9 @@ fn shared_memory_for_whole_chunks_is_used_where_there_is_so_much() {
     assert_eq!(plan.shrink.kernel, Kernel::ShrinkMixed);
     assert_eq!(plan.shrink.shared_bytes, 3 * (128 + 96) * 256);
     // 32 tiles, twice 6 groups, and two parts of the k blocks: a block for all but 4 of 132 multiprocessors.
-    assert_eq!((plan.shrink_groups, plan.k_parts), (6, 2));
-    assert_eq!((plan.shrink.grid[0], plan.rank_sets), (4, 2));
+    assert_eq!(plan.shrink_groups, 6);
+    assert_eq!(plan.shrink_shares, ShrinkShares::KParts(2));
+    assert_eq!(plan.shrink.grid[0], 4);
 }
 
 #[test]
@@ -143,18 +148,46 @@ fn warpgroups_multiply_where_there_are_ranks_enough() {
     };
     let shrink = |rank, k_in, sites: &[u32]| {
         let plan = plan(rank, k_in, sites, 0);
-        (plan.shrink.kernel, plan.rank_sets, plan.shrink.grid)
+        (plan.shrink.kernel, plan.shrink_shares, plan.shrink.grid)
     };
     // 32 tiles and 4 k blocks.
     let qkv = shrink(64, 4096, &[4096, 1024, 1024]);
-    assert_eq!(qkv, (Kernel::ShrinkWarpgroup192, 1, [128, 1, 1]));
+    assert_eq!(
+        qkv,
+        (
+            Kernel::ShrinkWarpgroup192,
+            ShrinkShares::RankSets(1),
+            [128, 1, 1]
+        )
+    );
     let gate_up = shrink(64, 4096, &[14336, 14336]);
-    assert_eq!(gate_up, (Kernel::ShrinkWarpgroup128, 1, [128, 1, 1]));
+    assert_eq!(
+        gate_up,
+        (
+            Kernel::ShrinkWarpgroup128,
+            ShrinkShares::RankSets(1),
+            [128, 1, 1]
+        )
+    );
     // 14 k blocks: seven halves a block.
     let down = shrink(64, 14336, &[4096]);
-    assert_eq!(down, (Kernel::ShrinkWarpgroup64, 1, [128, 1, 1]));
+    assert_eq!(
+        down,
+        (
+            Kernel::ShrinkWarpgroup64,
+            ShrinkShares::RankSets(1),
+            [128, 1, 1]
+        )
+    );
     let four = shrink(64, 4096, &[64; 4]);
-    assert_eq!(four, (Kernel::ShrinkWarpgroup128, 2, [128, 1, 1]));
+    assert_eq!(
+        four,
+        (
+            Kernel::ShrinkWarpgroup128,
+            ShrinkShares::RankSets(2),
+            [128, 1, 1]
+        )
+    );
     let wide = plan(64, 4096, &[4096, 1024, 1024], 0).shrink;
     let stage = 128 * (256 + 16) + 16 * (192 * 16 + 16);
     assert_eq!((wide.block, wide.shared_bytes), (512, 2 * stage));
@@ -302,13 +335,14 @@ fn as_many_blocks_of_spread_rows_as_run_at_once_take_tiles_or_shares_of_them() {
     let two_sites = plan(128, 16, &[768, 768]);
     assert_eq!(two_sites.shrink.grid, [2, 1, 48]);
     assert_eq!(two_sites.shrink.shared_bytes, 2 * 8 * 1024 * 2);
-    assert_eq!((two_sites.tile_shares, two_sites.sum), (1, None));
+    assert_eq!(two_sites.shrink_shares, ShrinkShares::TileRows(1));
+    assert_eq!(two_sites.sum, None);
     // 144 blocks at once; 64 full tiles of 8 entries.
     let one_site = plan(8, 16, &[2048]);
     assert_eq!(one_site.shrink.kernel, Kernel::ShrinkStreamed16);
     assert_eq!(
-        (one_site.shrink.grid, one_site.tile_shares),
-        ([2, 1, 64], 1)
+        (one_site.shrink.grid, one_site.shrink_shares),
+        ([2, 1, 64], ShrinkShares::TileRows(1))
     );
     let few_tiles = DeltaParams {
         max_tiles: 8,
@@ -317,8 +351,8 @@ fn as_many_blocks_of_spread_rows_as_run_at_once_take_tiles_or_shares_of_them() {
     };
     let few_tiles = plan_delta(&few_tiles, &gb10());
     assert_eq!(
-        (few_tiles.shrink.grid, few_tiles.tile_shares),
-        ([1, 1, 64], 8)
+        (few_tiles.shrink.grid, few_tiles.shrink_shares),
+        ([1, 1, 64], ShrinkShares::TileRows(8))
     );
 }
 
@@ -489,9 +523,9 @@ proptest! {
         let fixed = 8960;
         prop_assert!(plan.shrink.shared_bytes + fixed <= h200().shared_bytes, "{}", plan.shrink);
         prop_assert!(plan.shrink.grid.iter().all(|&blocks| blocks > 0), "{}", plan.shrink);
-        if plan.shrink.block == crate::params::WARPGROUP_SHRINK_THREADS {
+        if let ShrinkShares::RankSets(sets) = plan.shrink_shares {
             let all: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
-            prop_assert!(plan.rank_sets * plan.shrink_groups >= all, "{}", plan.shrink);
+            prop_assert!(sets * plan.shrink_groups >= all, "{}", plan.shrink);
             prop_assert!(plan.shrink.grid[0] <= h200().units, "{}", plan.shrink);
         }
     }
@@ -510,20 +544,25 @@ proptest! {
         }
         // Every 16 ranks of a site, and every 256 outputs, are in some block.
         let all: u32 = problem.sites.iter().map(|site| site.max_rank / 16).sum();
-        if plan.shrink.kernel == Kernel::ShrinkMixedLow || plan.shrink.kernel == Kernel::ShrinkUnaligned {
-            prop_assert!(plan.shrink.grid[0] / plan.k_parts * plan.shrink_groups >= all, "{}", plan.shrink);
-        } else if plan.shrink.kernel.leaves_sums_open() {
-            let groups_a_block = if plan.shrink.kernel == Kernel::ShrinkStreamed16 { 1 } else { 2 };
-            prop_assert_eq!(plan.shrink.grid[1], all.div_ceil(groups_a_block));
-        } else {
-            let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
-            prop_assert_eq!(plan.shrink.grid[1], groups);
-            prop_assert_eq!(plan.shrink_ends[MAX_SITES - 1], groups);
+        match plan.shrink_shares {
+            ShrinkShares::KParts(parts) => {
+                prop_assert!(plan.shrink.grid[0] / parts * plan.shrink_groups >= all, "{}", plan.shrink);
+                prop_assert!((1..=params.k_blocks).contains(&parts));
+            }
+            ShrinkShares::TileRows(_) => {
+                let groups_a_block = if plan.shrink.kernel == Kernel::ShrinkStreamed16 { 1 } else { 2 };
+                prop_assert_eq!(plan.shrink.grid[1], all.div_ceil(groups_a_block));
+            }
+            ShrinkShares::Sites(ends) => {
+                let groups: u32 = problem.sites.iter().map(|site| (site.max_rank / 16).div_ceil(plan.shrink_groups)).sum();
+                prop_assert_eq!(plan.shrink.grid[1], groups);
+                prop_assert_eq!(ends[MAX_SITES - 1], groups);
+            }
+            ShrinkShares::RankSets(_) => prop_assert!(false, "a GB10 has no such kernel: {}", plan.shrink),
         }
         let outputs = |site: &ProblemSite| site.n_out.div_ceil(256 * plan.expand_runs);
         let blocks: u32 = problem.sites.iter().map(outputs).sum();
         prop_assert_eq!(plan.expand.grid[0], blocks);
-        prop_assert!((1..=params.k_blocks).contains(&plan.k_parts));
     }
 }
 
