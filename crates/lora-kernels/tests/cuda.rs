@@ -30,7 +30,7 @@ macro_rules! on_gpu {
     };
 }
 
-// Random shapes are cut in four for sanitizers, which slow tests down a hundredfold but can take several at a time.
+// Random shapes and groupings are cut up for sanitizers, which slow tests down a hundredfold but can take several at a time.
 on_gpu! {
     random_shapes_match_the_reference_1 => |backend| correctness::random_shapes_match_the_reference(backend, 0..11);
     random_shapes_match_the_reference_2 => |backend| correctness::random_shapes_match_the_reference(backend, 11..22);
@@ -49,9 +49,13 @@ on_gpu! {
     padded_rank_equals_true_rank => bits::padded_rank_equals_true_rank;
     a_thousand_runs_are_the_same => |backend| bits::every_run_is_the_same(backend, 1000);
     passes_do_not_change_bits => bits::passes_do_not_change_bits;
-    groupings_agree_with_the_rule => bits::groupings_agree_with_the_rule;
+    groupings_of_a_block_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 0..1025);
+    groupings_of_a_cluster_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 1025..10_000);
+    groupings_of_many_rows_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 10_000..usize::MAX);
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
-    experts_are_grouped_by_the_rule => experts::experts_are_grouped_by_the_rule;
+    experts_are_grouped_in_a_block_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 0..1025);
+    experts_are_grouped_in_a_cluster_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 1025..10_000);
+    experts_of_many_rows_are_grouped_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 10_000..usize::MAX);
     row_distances_are_exact => overlay::row_distances_are_exact;
     gathered_rows_are_copies => overlay::gathered_rows_are_copies;
     replaced_rows_are_copies => overlay::replaced_rows_are_copies;

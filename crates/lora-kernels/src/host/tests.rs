@@ -32,9 +32,9 @@ bodies! {
     bits::padded_rank_equals_true_rank(),
     bits::every_run_is_the_same(50),
     bits::passes_do_not_change_bits(),
-    bits::groupings_agree_with_the_rule(),
+    bits::groupings_agree_with_the_rule(0..usize::MAX),
     bits::shared_x_rows_equal_copied_ones(),
-    experts::experts_are_grouped_by_the_rule(),
+    experts::experts_are_grouped_by_the_rule(0..usize::MAX),
 }
 
 fn mixed_batch() -> Batch {
