@@ -121,6 +121,14 @@ struct AskedRows {
     }
 };
 
+// Their entries, where what says them has been written.
+template <typename Source, int kRows>
+__device__ __forceinline__ void find_entries(const GroupParams& p, const Source& source, const uint32_t (&rows)[kRows], uint32_t end, uint32_t (&entries)[kRows]) {
+    AskedRows<Source, kRows> asked(source, rows, end);
+    asked.ask(source);
+    asked.take(p, source, entries);
+}
+
 // The entries of the block's first rows, some a thread, once earlier launches have written what says them.
 template <typename Source, int kRows>
 __device__ __forceinline__ void wait_for_entries(const GroupParams& p, Source& source, const uint32_t (&rows)[kRows], uint32_t end,
@@ -375,9 +383,7 @@ __device__ __forceinline__ void count_rows(const GroupParams& p, const Source& s
         uint32_t rows[kAhead], entries[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) rows[i] = first + i * kGroupThreads;
-        AskedRows<Source, kAhead> asked(source, rows, end);
-        asked.ask(source);
-        asked.take(p, source, entries);
+        find_entries(p, source, rows, end, entries);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             const uint32_t index = entries[i] - range.first;
@@ -485,9 +491,7 @@ __device__ __forceinline__ void place_rows(const GroupParams& p, const Source& s
         __syncthreads();
         uint32_t rows[kRowsAThread], entries[kRowsAThread];
         PlacedRows::rows(first, rows);
-        AskedRows<Source, kRowsAThread> asked(source, rows, end);
-        asked.ask(source);
-        asked.take(p, source, entries);
+        find_entries(p, source, rows, end, entries);
         placed.tally(range, entries);
         __syncthreads();
         placed.store(p, range, first);

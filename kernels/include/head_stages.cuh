@@ -8,6 +8,9 @@ constexpr int kHeadRowBytes = kHeadStageK * 2;
 constexpr int kHeadPieces = kHeadStageK / kElementsAPiece;
 static_assert(kHeadPieces == 8 && kHeadThreads == 256);
 
+// Tiles of 64 columns in a part of the hidden size.
+__device__ __forceinline__ uint32_t part_tiles(const LogitsParams& p) { return ((p.k_in + kHeadStageK - 1) / kHeadStageK + kLogitParts - 1) / kLogitParts; }
+
 // Byte offset of a 16-byte piece of a row of a stage: the eight rows that a matrix load takes at a time meet every bank once.
 __device__ __forceinline__ uint32_t head_offset(uint32_t row, uint32_t piece) {
     return row * kHeadRowBytes + ((piece ^ (row & 7)) << 4);

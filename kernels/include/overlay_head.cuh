@@ -473,9 +473,9 @@ __device__ __forceinline__ void head_logits(const LogitsParams& p) {
     extern __shared__ __align__(128) char dynamic[];
     head.stages = kept_shared_address(dynamic);
     static_assert(!Shape::kSplit || Shape::kTiles % Shape::kPartsAtOnce == 0);
-    const uint32_t part_tiles = ((p.k_in + kHeadStageK - 1) / kHeadStageK + kLogitParts - 1) / kLogitParts;
-    head.part_columns = part_tiles * kHeadStageK;
-    head.part_steps = (part_tiles + Shape::kPartTiles - 1) / Shape::kPartTiles;
+    const uint32_t tiles = part_tiles(p);
+    head.part_columns = tiles * kHeadStageK;
+    head.part_steps = (tiles + Shape::kPartTiles - 1) / Shape::kPartTiles;
     head.first_column = Shape::kSplit ? cluster_rank() * Shape::kParts * head.part_columns : 0;
     prefetch_overlays(p.entries, p.slots);
     head.work.start();

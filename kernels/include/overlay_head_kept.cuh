@@ -67,11 +67,6 @@ struct KeptHead {
     uint32_t end_column;
     uint32_t steps;  // stages that an item has
 
-    // A block's part of the hidden size, in tiles.
-    static __device__ __forceinline__ uint32_t part_tiles(const LogitsParams& p) {
-        return ((p.k_in + kHeadStageK - 1) / kHeadStageK + kLogitParts - 1) / kLogitParts;
-    }
-
     // Copies under way.
     uint32_t next_half;  // of the window's
     uint32_t end_half;
@@ -340,7 +335,7 @@ __device__ __forceinline__ void kept_logits(const LogitsParams& p) {
     extern __shared__ __align__(1024) char dynamic[];
     head.row_ring = kept_shared_address(dynamic);
     head.id_stages = head.row_ring + KeptHead::kRowTiles * KeptHead::kRowTileBytes;
-    const uint32_t tiles = KeptHead::part_tiles(p);
+    const uint32_t tiles = part_tiles(p);
     head.first_column = cluster_rank() * tiles * kHeadStageK;
     head.end_column = min(p.k_in, head.first_column + tiles * kHeadStageK);
     head.steps = (tiles + KeptHead::kTiles - 1) / KeptHead::kTiles;
