@@ -7,6 +7,7 @@ use lora_kernels::testing::{
     experts, overlay,
 };
 use lora_kernels::{Applied, LaunchOptions, Stream};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The GPU, or `None` where there is none and none is required.
@@ -30,6 +31,11 @@ macro_rules! on_gpu {
     };
 }
 
+/// Rows that a block groups, that a cluster does, and that its blocks take several rounds for.
+const OF_A_BLOCK: Range<usize> = 0..1025;
+const OF_A_CLUSTER: Range<usize> = 1025..10_000;
+const OF_SEVERAL_ROUNDS: Range<usize> = 10_000..usize::MAX;
+
 // Random shapes and groupings are cut up for sanitizers, which slow tests down a hundredfold but can take several at a time.
 on_gpu! {
     random_shapes_match_the_reference_1 => |backend| correctness::random_shapes_match_the_reference(backend, 0..11);
@@ -49,13 +55,13 @@ on_gpu! {
     padded_rank_equals_true_rank => bits::padded_rank_equals_true_rank;
     a_thousand_runs_are_the_same => |backend| bits::every_run_is_the_same(backend, 1000);
     passes_do_not_change_bits => bits::passes_do_not_change_bits;
-    groupings_of_a_block_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 0..1025);
-    groupings_of_a_cluster_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 1025..10_000);
-    groupings_of_many_rows_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, 10_000..usize::MAX);
+    groupings_of_a_block_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, OF_A_BLOCK);
+    groupings_of_a_cluster_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, OF_A_CLUSTER);
+    groupings_of_many_rows_agree_with_the_rule => |backend| bits::groupings_agree_with_the_rule(backend, OF_SEVERAL_ROUNDS);
     shared_x_rows_equal_copied_ones => bits::shared_x_rows_equal_copied_ones;
-    experts_are_grouped_in_a_block_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 0..1025);
-    experts_are_grouped_in_a_cluster_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 1025..10_000);
-    experts_of_many_rows_are_grouped_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, 10_000..usize::MAX);
+    experts_are_grouped_in_a_block_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, OF_A_BLOCK);
+    experts_are_grouped_in_a_cluster_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, OF_A_CLUSTER);
+    experts_of_many_rows_are_grouped_by_the_rule => |backend| experts::experts_are_grouped_by_the_rule(backend, OF_SEVERAL_ROUNDS);
     row_distances_are_exact => overlay::row_distances_are_exact;
     gathered_rows_are_copies => overlay::gathered_rows_are_copies;
     replaced_rows_are_copies => overlay::replaced_rows_are_copies;

@@ -78,7 +78,7 @@ const fn whole(rows: u32) -> OverlayShape {
         rows,
         adapters: 1,
         ids: 152_064,
-        places: IdPlaces::Last,
+        places: IdPlaces::Spread,
     })
 }
 
@@ -151,7 +151,7 @@ pub const TINY_OVERLAYS: [OverlayShape; 3] = [
             rows: 3,
             adapters: 1,
             ids: 500,
-            places: IdPlaces::Last,
+            places: IdPlaces::Spread,
         },
     },
 ];
@@ -218,8 +218,8 @@ impl fmt::Display for OverlayShape {
                 places,
             } => {
                 let which = match places {
-                    IdPlaces::Last if ids < self.vocab => "the last ",
-                    _ => "",
+                    IdPlaces::Spread => "",
+                    IdPlaces::Last => "the last ",
                 };
                 write!(f, "apply, {rows} rows, {adapters} of {which}{ids} ids")?;
             }

@@ -58,11 +58,7 @@ pub fn plan_group_rows(source: GroupSource, params: &GroupParams) -> GroupPlan {
         blocks = GROUP_BLOCKS;
         block = GROUP_THREADS;
         let most = COUNT_BYTES / ENTRY_COUNT_BYTES / ENTRIES_SENT * ENTRIES_SENT;
-        capacity = params
-            .slots
-            .min(most)
-            .next_multiple_of(ENTRIES_SENT)
-            .max(ENTRIES_SENT);
+        capacity = params.slots.clamp(1, most).next_multiple_of(ENTRIES_SENT);
         shared_bytes = capacity * ENTRY_COUNT_BYTES;
     }
     let launch = KernelPlan {
