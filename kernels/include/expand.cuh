@@ -171,7 +171,8 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
     const uint32_t n = warp_n + t.lane.group * 8;
     const uint32_t left = warp_n < t.site.n_out ? (t.site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
-    const uint32_t here = min(runs, left);
+    // More ranks have no register left for it.
+    const uint32_t here = W::kRanks == kRankGranule ? warp_uniform(min(runs, left)) : min(runs, left);
     W weights[kBuffers];
     uint4 base[kBuffers][2];
 #pragma unroll

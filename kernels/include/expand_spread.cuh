@@ -14,9 +14,8 @@ struct OrderedWeights {
         static_assert(kRankGroups == 1);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint2 low = from.row[2 * i];
-            const uint2 high = from.row[2 * i + 1];
-            quad[0][i] = in_mma_order(low.x, high.x, low.y, high.y);
+            const uint4& v = from.pair[i];
+            quad[0][i] = in_mma_order(v.x, v.z, v.y, v.w);
         }
     }
 
@@ -42,7 +41,9 @@ struct OrderedWeights {
     }
 };
 
-constexpr int kPlaceBytes = kExpandThreads * 16;
+// The ring of base elements of a block.
+template <int kThreads>
+constexpr int kBaseRingBytes = 2 * kSpreadAhead * kThreads * 16;
 
 // Place of a thread among its warp's: the 8 lanes of a row are neighbours as they arrive, and the 8 lanes of a phase of reads are on different banks.
 __device__ __forceinline__ uint32_t base_place(const Lane& lane) {
@@ -51,7 +52,11 @@ __device__ __forceinline__ uint32_t base_place(const Lane& lane) {
 
 // The thread's base elements of a tile: two rows of every 8, 8 outputs of every run. They are asked for into a ring in shared memory, `kSpreadAhead - 1` times 8 rows
 // ahead of their use: all rows of a run of outputs, then those of the next.
+template <int kThreads>
 struct SpreadBase {
+    static constexpr int kPlaceBytes = kThreads * 16;
+    static constexpr int kRunOutputs = kThreads / 32 * kWarpOutputs;
+
     char* places;             // the thread's first
     const ulonglong2* pairs;  // addresses of its two out rows of the first 8
     uint32_t groups;          // of 8 rows
@@ -82,8 +87,13 @@ struct SpreadBase {
         ++asked;
         if (++group == groups) {
             group = 0;
-            n += kBlockOutputs;
+            n += kRunOutputs;
         }
+    }
+
+    __device__ __forceinline__ void ask_for_first() {
+#pragma unroll 1
+        for (int i = 0; i < kSpreadAhead - 1; ++i) ask();
     }
 
     // Folds what was asked for as the `unit`th: the `group`th 8 rows, outputs from `at` on.
@@ -99,6 +109,30 @@ struct SpreadBase {
         }
     }
 };
+
+// A warp's runs of outputs of a tile, the first from `n` on. `coming` is B of that one; `xa` is the lane's row of the first 8, `pitch` bytes from the next; the first
+// of the base elements are asked for.
+template <int kThreads, typename W>
+__device__ __forceinline__ void make_runs(const ExpandTile& t, SpreadBase<kThreads>& base, W& coming, const char* xa, uint32_t pitch, uint32_t n, uint32_t runs) {
+    constexpr int kRunOutputs = SpreadBase<kThreads>::kRunOutputs;
+    runs = warp_uniform(runs);
+    uint32_t unit = 0;
+#pragma unroll 1
+    for (uint32_t run = 0; run < runs; ++run, n += kRunOutputs) {
+        OrderedWeights<W::kRanks / kRankGranule> weights;
+        coming.settle(t.ranks, t.lane.quarter);
+        weights.take(coming);
+        if (run + 1 < runs) t.load_weights(coming, n + kRunOutputs, 0);
+        const char* x_row = xa;
+#pragma unroll 1
+        for (uint32_t group = 0; group < base.groups; ++group, ++unit, x_row += 8 * pitch) {
+            float sum[4][4] = {};
+            weights.multiply(sum, x_row, t.ranks, t.lane.quarter);
+            base.ask();
+            base.fold(t, unit, group, n, sum);
+        }
+    }
+}
 
 // xa of a tile's rows, whose block sums are still to be added: 4 ranks a thread, of up to `kRanks`.
 template <int kRanks>
@@ -126,7 +160,7 @@ __device__ __forceinline__ void expand_spread(const DeltaParams& p, const SiteEn
     const uint32_t total = tile_total(p);
     const Lane lane = lane_of_thread();
     const uint32_t pitch = xa_pitch(site.max_rank);
-    char* const xa = shared + 2 * kSpreadAhead * kPlaceBytes;
+    char* const xa = shared + kBaseRingBytes<kExpandThreads>;
     const uint32_t end = min(work.first_output + runs * kBlockOutputs, site.n_out);
     const uint32_t warp_n = work.first_output + lane.warp * kWarpOutputs;
     const uint32_t own_runs = warp_n < end ? (end - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
@@ -143,29 +177,12 @@ __device__ __forceinline__ void expand_spread(const DeltaParams& p, const SiteEn
         __syncthreads();
         W coming;
         t.load_weights(coming, first_n, 0);
-        SpreadBase base(shared, rows, tile.count, lane, first_n, end);
-#pragma unroll 1
-        for (int i = 0; i < kSpreadAhead - 1; ++i) base.ask();
+        SpreadBase<kExpandThreads> base(shared, rows, tile.count, lane, first_n, end);
+        base.ask_for_first();
         wait_for_predecessor();
         load_spread_xa<W::kRanks>(t, xa, pitch);
         __syncthreads();
-        uint32_t unit = 0;
-#pragma unroll 1
-        for (uint32_t run = 0; run < own_runs; ++run) {
-            const uint32_t n = first_n + run * kBlockOutputs;
-            OrderedWeights<W::kRanks / kRankGranule> weights;
-            coming.settle(t.ranks, lane.quarter);
-            weights.take(coming);
-            if (run + 1 < own_runs) t.load_weights(coming, n + kBlockOutputs, 0);
-            const char* x_row = xa + lane.group * pitch;
-#pragma unroll 1
-            for (uint32_t group = 0; group < base.groups; ++group, ++unit, x_row += 8 * pitch) {
-                float sum[4][4] = {};
-                weights.multiply(sum, x_row, t.ranks, lane.quarter);
-                base.ask();
-                base.fold(t, unit, group, n, sum);
-            }
-        }
+        make_runs(t, base, coming, xa + lane.group * pitch, pitch, first_n, own_runs);
     }
     if (!waited) wait_for_predecessor();
 }

@@ -239,6 +239,13 @@ __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepco
 
 __device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Multiprocessors of the device, as far as they are numbered.
+__device__ __forceinline__ uint32_t multiprocessors() {
+    uint32_t count;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(count));
+    return count;
+}
+
 // Two values rounded to nearest even, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t v;
@@ -249,6 +256,9 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// A number that all lanes of a warp have, so that the compiler knows it: it then makes no provision for lanes that part ways around a shuffle.
+__device__ __forceinline__ uint32_t warp_uniform(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
 
 // A thread's place in the MMA's layouts.
 struct Lane {

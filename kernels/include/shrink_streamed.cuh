@@ -150,30 +150,27 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[kGroups][4], const O
     }
 }
 
-// The rows of a tile's share, whose x rows are `rows`, pass by `a`.
-template <int kGroups>
-__device__ __forceinline__ void stream_rows(const DeltaParams& p, const StreamedTile<kGroups>& own, const OrderedChunk (&a)[kGroups], const XStream& x,
-                                            const __nv_bfloat16* const* rows, const BlockSum& block_sum) {
-    __shared__ float exchange[2][kGroups][kExchangeFloats];
+// `count` rows, whose x rows are `rows`, pass by `a`. `store` is called by all threads with the chunk sums of 8 rows and the first of them; before the block's next
+// call, a barrier. `kBuffers`: 2 where there is room, for one barrier less every 8 rows.
+template <int kBuffers, int kGroups, typename Store>
+__device__ __forceinline__ void stream_rows(uint32_t count, const OrderedChunk (&a)[kGroups], const XStream& x, const __nv_bfloat16* const* rows, const Store& store) {
+    __shared__ float exchange[kBuffers][kGroups][kExchangeFloats];
     const Lane lane = lane_of_thread();
-    bool sums = false;  // the thread's group has a delta
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) sums |= group == block_sum.group && own.rank[group] > 0;
-    const uint32_t last = sums ? own.tile.count : 0;
 #pragma unroll 1
-    for (uint32_t first = 0; first < own.tile.count; first += kSmallTileRows) {
+    for (uint32_t first = 0; first < count; first += kSmallTileRows) {
         const uint32_t slot = first / kSmallTileRows;
         uint4 chunk[kChunkSteps];
         x.take(chunk, slot, lane);
-        x.ask(rows, slot + kStreamSlots, own.tile.count);
+        x.ask(rows, slot + kStreamSlots, count);
         float sum[kGroups][4] = {};
         multiply_chunk(sum, a, chunk);
-        // Two buffers in turn: who writes one again has passed the barrier that all its readers have come to.
-        float(&buffer)[kGroups][kExchangeFloats] = exchange[slot % 2];
+        // Of two buffers in turn: who writes one again has passed the barrier that all its readers have come to.
+        float(&buffer)[kGroups][kExchangeFloats] = exchange[slot % kBuffers];
+        if (kBuffers == 1 && first > 0) __syncthreads();
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) put_chunk_sums(buffer[group], sum[group], lane);
         __syncthreads();
-        if (first + block_sum.row < last) block_sum.store(buffer, own.tile.first - p.pass_first + first);
+        store(buffer, first);
     }
 }
 
@@ -231,7 +228,13 @@ __device__ __forceinline__ void shrink_streamed(const DeltaParams& p, uint32_t s
         OrderedChunk a[kGroups];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) a[group].take(loaded[group]);
-        stream_rows(p, own, a, x, rows[turn % 2], block_sum);
+        bool sums = false;  // the thread's group has a delta
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) sums |= group == block_sum.group && own.rank[group] > 0;
+        const uint32_t last = sums ? own.tile.count : 0;
+        stream_rows<2>(own.tile.count, a, x, rows[turn % 2], [&](const float(&buffer)[kGroups][kExchangeFloats], uint32_t first) {
+            if (first + block_sum.row < last) block_sum.store(buffer, own.tile.first - p.pass_first + first);
+        });
         put_rows(next, turn + 1);
         next.settle_adapters(p, work);
         own = next;

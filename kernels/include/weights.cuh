@@ -105,37 +105,67 @@ __device__ __forceinline__ void ask_for_shared_rows(SharedAddress to, const __nv
     copy_async_commit();
 }
 
-// The thread's 8 rows of B, one group of 16 ranks.
+// Of the 16 bytes that a lane has and those that the lane two from it has, the half of each that is its own.
+__device__ __forceinline__ uint4 own_halves(const uint4& v, uint32_t quarter) {
+    const bool upper = quarter >= 2;
+    const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? v.x : v.z, 2);
+    const uint32_t second = __shfl_xor_sync(0xffffffffu, upper ? v.y : v.w, 2);
+    return upper ? make_uint4(first, second, v.z, v.w) : make_uint4(v.x, v.y, first, second);
+}
+
+// The thread's 8 rows of B, one group of 16 ranks. Two rows' 64 bytes are loaded 16 a lane, since the L2 serves no more requests of 32 bytes than of 64; then lanes
+// two apart exchange halves, so that each has its 4 ranks of both rows.
 template <typename Outputs = AdjacentOutputs>
 struct Weights16 {
     static constexpr int kRanks = kRankGranule;
-    uint2 row[8];
+    uint4 pair[4];
 
     // `from`: the thread's first row, at the first rank; B has `rows` of them from there on (at least 1). Rows past them repeat the last one; their outputs do
     // not exist.
     template <typename Reads>
     __device__ __forceinline__ void load(const __nv_bfloat16* from, uint32_t stride, uint32_t rows, uint32_t, uint32_t quarter, const Reads& reads) {
-        from += first_of_quarter(quarter);
-        if (rows > Outputs::offset(7) && stride == kRanks) return load_rows<Outputs, kRanks * 2>(row, from, reads);
+        const uint32_t second = quarter / 2 * Outputs::offset(1);
+        from += quarter % 2 * 8;
+        if (rows > Outputs::offset(7) && stride == kRanks) {
+            from += second * kRanks;
+            reads.template load<Outputs::offset(0) * kRanks * 2>(pair[0], from);
+            reads.template load<Outputs::offset(2) * kRanks * 2>(pair[1], from);
+            reads.template load<Outputs::offset(4) * kRanks * 2>(pair[2], from);
+            reads.template load<Outputs::offset(6) * kRanks * 2>(pair[3], from);
+            return;
+        }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) reads.template load<0>(row[i], from + uint64_t(min(uint32_t(Outputs::offset(i)), rows - 1)) * stride);
+        for (int i = 0; i < 4; ++i) reads.template load<0>(pair[i], from + uint64_t(min(Outputs::offset(2 * i) + second, rows - 1)) * stride);
     }
 
-    // The same from shared memory, where `first` is the thread's first row, a multiple of 8.
+    // The same from shared memory, where `first` is the thread's first row, a multiple of 8; settled.
     __device__ __forceinline__ void take(SharedAddress b, uint32_t first, uint32_t quarter) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = load_shared8(b + shared_row(first + i) + first_of_quarter(quarter) * 2);
+        for (int i = 0; i < 4; ++i) {
+            const uint2 even = load_shared8(b + shared_row(first + 2 * i) + first_of_quarter(quarter) * 2);
+            const uint2 odd = load_shared8(b + shared_row(first + 2 * i + 1) + first_of_quarter(quarter) * 2);
+            pair[i] = make_uint4(even.x, even.y, odd.x, odd.y);
+        }
     }
 
-    __device__ __forceinline__ void settle(uint32_t, uint32_t) {}
+    // The exchange, once what was loaded is wanted.
+    __device__ __forceinline__ void settle(uint32_t, uint32_t quarter) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = own_halves(pair[i], quarter);
+    }
+
+    __device__ __forceinline__ uint2 row(int i) const {
+        const uint4& v = pair[i / 2];
+        return i % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+    }
 
     __device__ __forceinline__ void multiply(float (&sum)[4][4], const char* xa, uint32_t, uint32_t quarter) const {
-        multiply_group(sum, xa, quarter, [&](int i) { return row[i]; });
+        multiply_group(sum, xa, quarter, [&](int i) { return row(i); });
     }
 
     // The `half`th 32 outputs of 16 rows, of which `x` has each group of ranks.
     __device__ __forceinline__ void multiply_half(float (&sum)[4][4], int half, const uint4 (&x)[1], uint32_t) const {
-        multiply_rows(sum, x[0], [&](int i) { return row[half * 4 + i]; });
+        multiply_rows(sum, x[0], [&](int i) { return row(half * 4 + i); });
     }
 };
 
@@ -174,19 +204,13 @@ struct Weights {
         }
     }
 
-    // The exchange, once what was loaded is wanted.
+    // As in `Weights16`.
     __device__ __forceinline__ void settle(uint32_t ranks, uint32_t quarter) {
-        const bool upper = quarter >= 2;
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
             if (pair * 32 + 32 > ranks) break;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                uint4& v = row[pair][i];
-                const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? v.x : v.z, 2);
-                const uint32_t second = __shfl_xor_sync(0xffffffffu, upper ? v.y : v.w, 2);
-                v = upper ? make_uint4(first, second, v.z, v.w) : make_uint4(v.x, v.y, first, second);
-            }
+            for (int i = 0; i < 8; ++i) row[pair][i] = own_halves(row[pair][i], quarter);
         }
     }
 

@@ -1,11 +1,27 @@
+#include "delta_rows.cuh"
 #include "delta_spread.cuh"
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, kDeltaBlocks)
 lora_delta_spread_1024(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t outputs) {
     delta_spread<1>(p, ends, outputs);
 }
 
-extern "C" __global__ void __launch_bounds__(kShrinkThreads, 2)
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, kDeltaBlocks)
 lora_delta_spread_2048(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t outputs) {
     delta_spread<2>(p, ends, outputs);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, kDeltaBlocks)
+lora_delta_rows_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t outputs) {
+    delta_rows<1, 1, Weights16<>>(p, ends, outputs);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, kDeltaBlocks)
+lora_delta_rows_32(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t outputs) {
+    delta_rows<2, 1, Weights<1>>(p, ends, outputs);
+}
+
+extern "C" __global__ void __launch_bounds__(kShrinkThreads, kDeltaBlocks)
+lora_delta_rows_32_2048(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t outputs) {
+    delta_rows<2, 2, Weights<1>>(p, ends, outputs);
 }

@@ -26,7 +26,7 @@ lora_expand_small_64(const __grid_constant__ DeltaParams p, const SiteEnds ends,
     expand_small<64>(p, ends, runs);
 }
 
-extern "C" __global__ void __launch_bounds__(kExpandThreads, 7)
+extern "C" __global__ void __launch_bounds__(kExpandThreads, 6)
 lora_expand_spread_small_16(const __grid_constant__ DeltaParams p, const SiteEnds ends, uint32_t runs) {
     expand_small<16, true>(p, ends, runs);
 }

@@ -51,6 +51,9 @@ pub(crate) const EXCHANGE_PITCH: u32 = 20;
 /// Times 8 rows of x that a shrink block over spread rows has in flight. More would leave less of a multiprocessor's memory to A, which passes through its L1.
 pub(crate) const STREAM_SLOTS: u32 = 2;
 
+/// Blocks, each of a whole delta of a tile, that a multiprocessor runs at once.
+pub(crate) const DELTA_BLOCKS: u32 = 2;
+
 /// Threads of a block that adds up k blocks.
 pub(crate) const SUM_THREADS: u32 = 128;
 

@@ -44,6 +44,12 @@ pub enum Kernel {
     DeltaSpread1024,
     /// The same, up to 2048 k.
     DeltaSpread2048,
+    /// A whole delta of spread rows, tiles of up to 128 rows, padded rank 16, k up to 1024.
+    DeltaRows16,
+    /// The same, padded rank up to 32.
+    DeltaRows32,
+    /// The same, padded rank up to 32, k up to 2048.
+    DeltaRows32Of2048,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
     /// The same, padded rank up to 32.
@@ -90,7 +96,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 38] = [
+    pub const ALL: [Self; 41] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -108,6 +114,9 @@ impl Kernel {
         Self::SumBlocks,
         Self::DeltaSpread1024,
         Self::DeltaSpread2048,
+        Self::DeltaRows16,
+        Self::DeltaRows32,
+        Self::DeltaRows32Of2048,
         Self::ExpandSmall16,
         Self::ExpandSmall32,
         Self::ExpandSmall64,
@@ -151,6 +160,9 @@ impl Kernel {
             Self::SumBlocks => "lora_sum_blocks",
             Self::DeltaSpread1024 => "lora_delta_spread_1024",
             Self::DeltaSpread2048 => "lora_delta_spread_2048",
+            Self::DeltaRows16 => "lora_delta_rows_16",
+            Self::DeltaRows32 => "lora_delta_rows_32",
+            Self::DeltaRows32Of2048 => "lora_delta_rows_32_2048",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
@@ -201,7 +213,8 @@ impl Kernel {
             | Self::HeadUnaligned
             | Self::HeadWide
             | Self::HeadKept => Some(ALL_SHARED),
-            Self::SumBlocks | Self::ExpandMixed64 => Some(164 << 10),
+            Self::DeltaRows16 | Self::DeltaRows32 => Some(132 << 10),
+            Self::SumBlocks | Self::ExpandMixed64 | Self::DeltaRows32Of2048 => Some(164 << 10),
             _ => None,
         }
     }
@@ -227,7 +240,11 @@ impl Kernel {
             Self::ShrinkWarpgroup64 | Self::ShrinkWarpgroup128 | Self::ShrinkWarpgroup192 => {
                 ModuleName::ShrinkWarpgroup
             }
-            Self::DeltaSpread1024 | Self::DeltaSpread2048 => ModuleName::DeltaSpread,
+            Self::DeltaSpread1024
+            | Self::DeltaSpread2048
+            | Self::DeltaRows16
+            | Self::DeltaRows32
+            | Self::DeltaRows32Of2048 => ModuleName::DeltaSpread,
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64

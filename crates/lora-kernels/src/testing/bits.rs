@@ -187,6 +187,42 @@ pub fn few_spread_rows_do_not_depend_on_passes(backend: &TestBackend) {
     }
 }
 
+/// Rows enough for large tiles of so many entries that a GPU makes whole deltas in one launch, one of them of several tiles; in one pass and in several.
+pub fn many_spread_rows_equal_others(backend: &TestBackend) {
+    const SLOTS: u32 = 140;
+    let mut rng = Rng::new(14);
+    for (k_in, rank) in [(776, 16), (1024, 32), (1160, 32), (2048, 32)] {
+        let site = |n_out| SiteShape {
+            n_out,
+            gap: 8,
+            max_rank: rank,
+        };
+        let shape = BatchShape {
+            k_in,
+            slots: SLOTS,
+            ranks: vec![rank, 7, rank - 4],
+            sites: vec![site(632), site(200)],
+            ..aligned_shape(14, 1)
+        };
+        let mut row_slots = Routing::Anywhere.row_slots(&mut rng, 1600, SLOTS);
+        row_slots.splice(700..700, [3; 150]);
+        let batch = Batch::random(&shape, &row_slots);
+        let whole = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
+        let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
+        assert_same("many spread rows and others", &batch, &whole, &routed);
+        let spec = ScratchSpec {
+            max_rows: 1000,
+            max_rank: rank,
+            max_sites: 2,
+            max_k_in: k_in,
+        };
+        let settings = (LaunchOptions::default(), spec);
+        let (launches, outs) = run_in_passes(backend, &batch, Via::RoutedSpread, settings);
+        assert!(launches > 1, "{launches} passes");
+        assert_same("one pass and many", &batch, &whole, &outs);
+    }
+}
+
 /// Ranks of 7 and 24 made 32 by zeros: the zeros add nothing.
 pub fn padded_rank_equals_true_rank(backend: &TestBackend) {
     let mut rng = Rng::new(4);

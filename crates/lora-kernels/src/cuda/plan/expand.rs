@@ -31,8 +31,7 @@ fn run_room(kernel: Kernel) -> Option<RunRoom> {
     let (blocks_a_unit, most_runs) = match kernel {
         Kernel::ExpandSmall16 | Kernel::ExpandSmall32 => (5, 6),
         Kernel::ExpandSmall64 => (4, 6),
-        Kernel::ExpandSpreadSmall16 => (7, 6),
-        Kernel::ExpandSpreadSmall32 => (6, 6),
+        Kernel::ExpandSpreadSmall16 | Kernel::ExpandSpreadSmall32 => (6, 6),
         Kernel::ExpandSpread16 | Kernel::ExpandSpread32 => (4, 8),
         _ => return None,
     };
@@ -134,6 +133,6 @@ fn blocks_a_tile(params: &DeltaParams, runs: u32) -> u64 {
 }
 
 /// Bytes from one row of `xa` in shared memory to the next: what keeps the lanes of a phase on different banks.
-fn xa_pitch(max_rank: u32) -> u32 {
+pub(super) fn xa_pitch(max_rank: u32) -> u32 {
     ((max_rank / RANK_GRANULE) | 1) * RANK_GRANULE * 2
 }

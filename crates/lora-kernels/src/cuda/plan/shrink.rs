@@ -36,6 +36,8 @@ const WARPGROUP_KERNELS: [Kernel; 3] = [
     Kernel::ShrinkWarpgroup128,
     Kernel::ShrinkWarpgroup192,
 ];
+/// x of spread rows on its way.
+pub(super) const STREAM_RING_BYTES: u32 = STREAM_SLOTS * SMALL_TILE_ROWS * BLOCK_K * 2;
 /// Parts of the k blocks that are considered.
 const MOST_PARTS: u32 = 64;
 
@@ -53,6 +55,11 @@ pub(super) fn has_aligned_x(params: &DeltaParams) -> bool {
         && params.x.is_multiple_of(16)
 }
 
+/// Whether most tiles of the entries' rows are far from full.
+pub(super) fn has_few_rows_an_entry(params: &DeltaParams) -> bool {
+    u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY)
+}
+
 /// Groups of 16 ranks of all sites.
 fn all_groups(params: &DeltaParams) -> u32 {
     let of_site = |site: &DeltaSite| site.max_rank / RANK_GRANULE;
@@ -66,8 +73,7 @@ pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) 
         return plan_small_shrink(params, caps);
     }
     let groups = all_groups(params);
-    let few_rows = u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY);
-    let most_streamed = if few_rows {
+    let most_streamed = if has_few_rows_an_entry(params) {
         MOST_STREAMED_RANK_OF_FEW
     } else {
         MOST_STREAMED_RANK
@@ -172,7 +178,7 @@ fn plan_streamed(params: &DeltaParams, caps: &DeviceCaps) -> ShrinkPlan {
             kernel,
             grid: [params.k_blocks, sets, items.min(room)],
             block: SHRINK_THREADS,
-            shared_bytes: STREAM_SLOTS * SMALL_TILE_ROWS * BLOCK_K * 2,
+            shared_bytes: STREAM_RING_BYTES,
         },
         shares: ShrinkShares::TileRows(shares),
         groups: 1,

@@ -1,23 +1,29 @@
-//! A whole delta of spread rows in one launch, where they are few and their pairs small.
+//! A whole delta of spread rows in one launch.
 
+use super::expand::xa_pitch;
+use super::shrink::{EXCHANGE_BYTES, STREAM_RING_BYTES, has_few_rows_an_entry};
 use super::{
     MOST_GRID_YZ, ends, has_aligned_x, has_whole_outs, is_spread, max_rank, sites, usual_tiles,
 };
 use crate::cuda::Kernel;
 use crate::params::{
-    DeltaParams, DeltaSite, MAX_SITES, SHRINK_THREADS, SMALL_TILE_ROWS, WARP_OUTPUTS,
+    DELTA_BLOCKS, DeltaParams, DeltaSite, LARGE_TILE_ROWS, MAX_SITES, SHRINK_THREADS,
+    SMALL_TILE_ROWS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
 
-/// Blocks that a multiprocessor runs at once.
-const BLOCKS_A_UNIT: u64 = 2;
-/// Waves of blocks from which on two launches, whose blocks are smaller, end sooner.
+/// Waves of blocks from which on two launches, whose blocks are smaller, end sooner where tiles have up to 8 rows.
 const MOST_WAVES: u64 = 2;
 /// Outputs that a block makes at a time.
 const RUN_OUTPUTS: u32 = SHRINK_THREADS / 32 * WARP_OUTPUTS;
-/// Most of those times: more would keep the second block from fitting a multiprocessor of the smallest device.
+/// Most of those times of tiles of up to 8 rows: more would keep the second block from fitting a multiprocessor of the smallest device.
 const MOST_RUNS: u32 = 2;
+
+/// Ranks of the kernels that take two groups of 16.
+const TWO_GROUPS: u32 = 2 * RANK_GRANULE;
+/// Addresses of a row's x and out.
+const ADDRESS_BYTES: u32 = 16;
 
 /// The launch of a whole delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,44 +38,89 @@ pub struct SpreadPlan {
 
 /// Plans a delta of spread rows as one launch; `None` where the launches of [`plan_delta`](super::plan_delta) serve it, or serve it sooner.
 pub fn plan_delta_spread(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let kernel = match params.k_blocks {
-        1 => Kernel::DeltaSpread1024,
-        2 => Kernel::DeltaSpread2048,
-        _ => return None,
-    };
     let routed = |site: &DeltaSite| site.a_table != 0;
     let is_served = is_spread(params)
         && params.tiles != 0
         && params.perm != 0
-        && params.tile_rows <= SMALL_TILE_ROWS
         && params.max_tiles <= MOST_GRID_YZ
-        && max_rank(params) <= RANK_GRANULE
         && sites(params).iter().all(routed)
         && has_aligned_x(params)
         && has_whole_outs(params);
-    if !is_served {
-        return None;
+    match params.tile_rows {
+        _ if !is_served => None,
+        0..=SMALL_TILE_ROWS => plan_few_rows(params, caps),
+        _ => plan_rows(params, caps),
     }
-    let ends_of = |runs: u32| ends(params, |site| site.n_out.div_ceil(runs * RUN_OUTPUTS));
-    let blocks = |runs| u64::from(usual_tiles(params)) * u64::from(ends_of(runs)[MAX_SITES - 1]);
-    let units = u64::from(caps.units.max(1));
-    // Every block of a tile reads all of its A: that is worth while where multiprocessors would have nothing to do.
-    let runs = if blocks(1) <= units { 1 } else { MOST_RUNS };
-    if blocks(runs) > MOST_WAVES * BLOCKS_A_UNIT * units {
-        return None;
-    }
-    let block_ends = ends_of(runs);
-    let outputs = runs * RUN_OUTPUTS;
-    let widest = sites(params).iter().map(|site| site.n_out).max()?;
-    let held = outputs.min(widest.next_multiple_of(WARP_OUTPUTS));
-    Some(SpreadPlan {
+}
+
+/// Outputs of the widest site.
+fn widest(params: &DeltaParams) -> u32 {
+    let widths = sites(params).iter().map(|site| site.n_out);
+    widths.max().unwrap_or(0)
+}
+
+/// Blocks of the usual tiles, whose sites take up to `outputs` outputs a block.
+fn usual_blocks(params: &DeltaParams, outputs: u32) -> u64 {
+    let of_tile = ends(params, |site| site.n_out.div_ceil(outputs));
+    u64::from(usual_tiles(params)) * u64::from(of_tile[MAX_SITES - 1])
+}
+
+fn launch(params: &DeltaParams, kernel: Kernel, outputs: u32, shared_bytes: u32) -> SpreadPlan {
+    let block_ends = ends(params, |site| site.n_out.div_ceil(outputs));
+    SpreadPlan {
         launch: KernelPlan {
             kernel,
             grid: [block_ends[MAX_SITES - 1], params.max_tiles, 1],
             block: SHRINK_THREADS,
-            shared_bytes: held * RANK_GRANULE * 2,
+            shared_bytes,
         },
         block_ends,
         outputs,
-    })
+    }
+}
+
+/// Tiles of up to 8 rows, few of them, whose pairs are small.
+fn plan_few_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
+    let kernel = match (params.k_blocks, max_rank(params)) {
+        (1, ..=RANK_GRANULE) => Kernel::DeltaSpread1024,
+        (2, ..=RANK_GRANULE) => Kernel::DeltaSpread2048,
+        _ => return None,
+    };
+    let units = u64::from(caps.units.max(1));
+    // Every block of a tile reads all of its A: that is worth while where multiprocessors would have nothing to do.
+    let runs = if usual_blocks(params, RUN_OUTPUTS) <= units {
+        1
+    } else {
+        MOST_RUNS
+    };
+    let outputs = runs * RUN_OUTPUTS;
+    if usual_blocks(params, outputs) > MOST_WAVES * u64::from(DELTA_BLOCKS) * units {
+        return None;
+    }
+    let held = outputs.min(widest(params).next_multiple_of(WARP_OUTPUTS));
+    Some(launch(params, kernel, outputs, held * RANK_GRANULE * 2))
+}
+
+/// Larger tiles, seldom full, a block each at every site. There are to be blocks for all multiprocessors, and two of them are to fit one.
+fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
+    let kernel = match (params.k_blocks, max_rank(params)) {
+        (1, ..=RANK_GRANULE) => Kernel::DeltaRows16,
+        (1, ..=TWO_GROUPS) => Kernel::DeltaRows32,
+        // 16 ranks would have gate and up each read x, which outweighs what the second launch costs.
+        (2, TWO_GROUPS) => Kernel::DeltaRows32Of2048,
+        _ => return None,
+    };
+    let ranks = if kernel == Kernel::DeltaRows16 {
+        RANK_GRANULE
+    } else {
+        TWO_GROUPS
+    };
+    let first_sums = (params.k_blocks - 1) * ranks * 4;
+    let shared_bytes = STREAM_RING_BYTES + LARGE_TILE_ROWS * (xa_pitch(ranks) + first_sums);
+    let fixed_bytes = EXCHANGE_BYTES * (ranks / RANK_GRANULE) + LARGE_TILE_ROWS * ADDRESS_BYTES;
+    let outputs = widest(params).max(1);
+    let serves = has_few_rows_an_entry(params)
+        && usual_blocks(params, outputs) >= u64::from(DELTA_BLOCKS * caps.units)
+        && DELTA_BLOCKS * (shared_bytes + fixed_bytes) <= caps.shared_bytes;
+    serves.then(|| launch(params, kernel, outputs, shared_bytes))
 }

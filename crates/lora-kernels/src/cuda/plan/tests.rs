@@ -1,7 +1,7 @@
 use super::shrink::{EXCHANGE_BYTES, group_sets};
 use super::*;
 use crate::ProblemSite;
-use crate::params::{FLAG_SPREAD, GroupParams};
+use crate::params::{FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS};
 use proptest::prelude::*;
 
 /// Shared memory of a block of GB10, bytes.
@@ -455,6 +455,56 @@ fn few_spread_rows_of_small_pairs_take_one_launch() {
     let ranks = few_spread(64, 128, 17, (2048, &[768]));
     let odd_out = few_spread(64, 128, 16, (2048, &[767]));
     for params in [dense, large, odd_x, pair, wide, ranks, odd_out] {
+        assert_eq!(plan(&params), None, "{params:?}");
+    }
+}
+
+#[test]
+fn spread_rows_of_seldom_full_tiles_take_one_launch() {
+    let spread = |rows, entries, rank, shape| DeltaParams {
+        tile_rows: LARGE_TILE_ROWS,
+        max_tiles: entries + rows / LARGE_TILE_ROWS,
+        ..few_spread(rows, entries, rank, shape)
+    };
+    let plan_on = |params: &DeltaParams, caps: &DeviceCaps| {
+        let plan = plan_delta_spread(params, caps)?;
+        let launch = plan.launch;
+        Some((
+            launch.kernel,
+            launch.grid,
+            plan.outputs,
+            launch.shared_bytes,
+        ))
+    };
+    let down = |rows, entries, rank| spread(rows, entries, rank, (768, &[2048][..]));
+    let gate_up = |rows, entries, rank| spread(rows, entries, rank, (2048, &[768, 768][..]));
+    let plan = |params: &DeltaParams| plan_on(params, &h200());
+    // x on its way, xa of 128 rows, and the sums of the first of two k blocks.
+    assert_eq!(
+        plan(&down(8192, 512, 16)),
+        Some((Kernel::DeltaRows16, [1, 576, 1], 2048, 32_768 + 128 * 32))
+    );
+    assert_eq!(
+        plan(&down(8192, 512, 17)),
+        Some((Kernel::DeltaRows32, [1, 576, 1], 2048, 32_768 + 128 * 96))
+    );
+    let two_blocks = 32_768 + 128 * (96 + 128);
+    assert_eq!(
+        plan(&gate_up(8192, 512, 32)),
+        Some((Kernel::DeltaRows32Of2048, [2, 576, 1], 768, two_blocks))
+    );
+    // Two blocks of 32 ranks do not fit a multiprocessor of a GB10.
+    assert!(plan_on(&down(8192, 512, 16), &gb10()).is_some());
+    assert_eq!(plan_on(&down(8192, 512, 32), &gb10()), None);
+
+    let others = [
+        gate_up(8192, 512, 16),                    // each site would read x
+        down(8192, 128, 16),                       // 64 rows an entry
+        down(2048, 128, 16),                       // fewer blocks than have room
+        down(8192, 512, 33),                       // more ranks
+        spread(8192, 512, 32, (2056, &[768][..])), // more k
+    ];
+    for params in others {
         assert_eq!(plan(&params), None, "{params:?}");
     }
 }
