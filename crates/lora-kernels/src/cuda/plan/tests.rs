@@ -415,18 +415,21 @@ fn few_spread(rows: u32, entries: u32, rank: u32, (k_in, n_outs): (u32, &[u32]))
     params
 }
 
+/// Kernel, grid, outputs a block and dynamic shared memory of a whole delta in one launch.
+fn one_launch(params: &DeltaParams, caps: &DeviceCaps) -> Option<(Kernel, [u32; 3], u32, u32)> {
+    let plan = plan_delta_spread(params, caps)?;
+    let launch = plan.launch;
+    Some((
+        launch.kernel,
+        launch.grid,
+        plan.outputs,
+        launch.shared_bytes,
+    ))
+}
+
 #[test]
 fn few_spread_rows_of_small_pairs_take_one_launch() {
-    let plan = |params: &DeltaParams| {
-        let plan = plan_delta_spread(params, &h200())?;
-        let launch = plan.launch;
-        Some((
-            launch.kernel,
-            launch.grid,
-            plan.outputs,
-            launch.shared_bytes,
-        ))
-    };
+    let plan = |params: &DeltaParams| one_launch(params, &h200());
     let gate_up = |rows, entries| plan(&few_spread(rows, entries, 16, (2048, &[768, 768])));
     let down = |rows, entries| plan(&few_spread(rows, entries, 16, (768, &[2048])));
     let (one, two) = (Kernel::DeltaSpread1024, Kernel::DeltaSpread2048);
@@ -466,19 +469,9 @@ fn spread_rows_of_seldom_full_tiles_take_one_launch() {
         max_tiles: entries + rows / LARGE_TILE_ROWS,
         ..few_spread(rows, entries, rank, shape)
     };
-    let plan_on = |params: &DeltaParams, caps: &DeviceCaps| {
-        let plan = plan_delta_spread(params, caps)?;
-        let launch = plan.launch;
-        Some((
-            launch.kernel,
-            launch.grid,
-            plan.outputs,
-            launch.shared_bytes,
-        ))
-    };
     let down = |rows, entries, rank| spread(rows, entries, rank, (768, &[2048][..]));
     let gate_up = |rows, entries, rank| spread(rows, entries, rank, (2048, &[768, 768][..]));
-    let plan = |params: &DeltaParams| plan_on(params, &h200());
+    let plan = |params: &DeltaParams| one_launch(params, &h200());
     // x on its way, xa of 128 rows, and the sums of the first of two k blocks.
     assert_eq!(
         plan(&down(8192, 512, 16)),
@@ -494,8 +487,8 @@ fn spread_rows_of_seldom_full_tiles_take_one_launch() {
         Some((Kernel::DeltaRows32Of2048, [2, 576, 1], 768, two_blocks))
     );
     // Two blocks of 32 ranks do not fit a multiprocessor of a GB10.
-    assert!(plan_on(&down(8192, 512, 16), &gb10()).is_some());
-    assert_eq!(plan_on(&down(8192, 512, 32), &gb10()), None);
+    assert!(one_launch(&down(8192, 512, 16), &gb10()).is_some());
+    assert_eq!(one_launch(&down(8192, 512, 32), &gb10()), None);
 
     let others = [
         gate_up(8192, 512, 16),                    // each site would read x
