@@ -4,6 +4,8 @@ use crate::ProblemSite;
 use crate::params::{FLAG_SPREAD, GroupParams, LARGE_TILE_ROWS};
 use proptest::prelude::*;
 
+mod spread;
+
 /// Shared memory of a block of GB10, bytes.
 const GB10_SHARED: u32 = 101_376;
 
@@ -401,107 +403,6 @@ fn expand_blocks_of_spread_rows_are_as_long_as_end_soonest() {
     assert_eq!(expand(128, 16, 2047, &[768]).0, Kernel::ExpandMixed16);
 }
 
-/// Rows of a MoE block as few as are cut into small tiles alone.
-fn few_spread(rows: u32, entries: u32, rank: u32, (k_in, n_outs): (u32, &[u32])) -> DeltaParams {
-    let mut params = params(&Problem::uniform(rows, entries, rank, (k_in, n_outs)));
-    params.flags = FLAG_SPREAD;
-    params.slots = entries;
-    params.tile_rows = SMALL_TILE_ROWS;
-    params.max_tiles = crate::RowGroupsSpec::experts(rows, entries, 48).max_tiles();
-    (params.tiles, params.perm) = (16, 16);
-    for site in &mut params.sites {
-        site.a_table = 16;
-    }
-    params
-}
-
-/// Kernel, grid, outputs a block and dynamic shared memory of a whole delta in one launch.
-fn one_launch(params: &DeltaParams, caps: &DeviceCaps) -> Option<(Kernel, [u32; 3], u32, u32)> {
-    let plan = plan_delta_spread(params, caps)?;
-    let launch = plan.launch;
-    Some((
-        launch.kernel,
-        launch.grid,
-        plan.outputs,
-        launch.shared_bytes,
-    ))
-}
-
-#[test]
-fn few_spread_rows_of_small_pairs_take_one_launch() {
-    let plan = |params: &DeltaParams| one_launch(params, &h200());
-    let gate_up = |rows, entries| plan(&few_spread(rows, entries, 16, (2048, &[768, 768])));
-    let down = |rows, entries| plan(&few_spread(rows, entries, 16, (768, &[2048])));
-    let (one, two) = (Kernel::DeltaSpread1024, Kernel::DeltaSpread2048);
-    // No more blocks than multiprocessors: half as many outputs each.
-    assert_eq!(gate_up(8, 128), Some((two, [4, 8, 1], 512, 512 * 32)));
-    assert_eq!(down(8, 128), Some((one, [4, 8, 1], 512, 512 * 32)));
-    assert_eq!(gate_up(512, 128), Some((two, [2, 176, 1], 1024, 768 * 32)));
-    assert_eq!(down(512, 128), Some((one, [2, 176, 1], 1024, 1024 * 32)));
-    // 324 tiles are more than two waves.
-    assert_eq!((gate_up(512, 512), down(512, 512)), (None, None));
-
-    let served = few_spread(64, 128, 16, (2048, &[768]));
-    assert!(plan(&served).is_some());
-    let dense = DeltaParams { flags: 0, ..served };
-    let large = DeltaParams {
-        tile_rows: 128,
-        ..served
-    };
-    let odd_x = DeltaParams {
-        x_stride: 2049,
-        ..served
-    };
-    let mut pair = served;
-    pair.sites[0].a_table = 0;
-    let wide = few_spread(64, 128, 16, (2056, &[768]));
-    let ranks = few_spread(64, 128, 17, (2048, &[768]));
-    let odd_out = few_spread(64, 128, 16, (2048, &[767]));
-    for params in [dense, large, odd_x, pair, wide, ranks, odd_out] {
-        assert_eq!(plan(&params), None, "{params:?}");
-    }
-}
-
-#[test]
-fn spread_rows_of_seldom_full_tiles_take_one_launch() {
-    let spread = |rows, entries, rank, shape| DeltaParams {
-        tile_rows: LARGE_TILE_ROWS,
-        max_tiles: entries + rows / LARGE_TILE_ROWS,
-        ..few_spread(rows, entries, rank, shape)
-    };
-    let down = |rows, entries, rank| spread(rows, entries, rank, (768, &[2048][..]));
-    let gate_up = |rows, entries, rank| spread(rows, entries, rank, (2048, &[768, 768][..]));
-    let plan = |params: &DeltaParams| one_launch(params, &h200());
-    // x on its way, xa of 128 rows, and the sums of the first of two k blocks.
-    assert_eq!(
-        plan(&down(8192, 512, 16)),
-        Some((Kernel::DeltaRows16, [1, 576, 1], 2048, 32_768 + 128 * 32))
-    );
-    assert_eq!(
-        plan(&down(8192, 512, 17)),
-        Some((Kernel::DeltaRows32, [1, 576, 1], 2048, 32_768 + 128 * 96))
-    );
-    let two_blocks = 32_768 + 128 * (96 + 128);
-    assert_eq!(
-        plan(&gate_up(8192, 512, 32)),
-        Some((Kernel::DeltaRows32Of2048, [2, 576, 1], 768, two_blocks))
-    );
-    // Two blocks of 32 ranks do not fit a multiprocessor of a GB10.
-    assert!(one_launch(&down(8192, 512, 16), &gb10()).is_some());
-    assert_eq!(one_launch(&down(8192, 512, 32), &gb10()), None);
-
-    let others = [
-        gate_up(8192, 512, 16),                    // each site would read x
-        down(8192, 128, 16),                       // 64 rows an entry
-        down(2048, 128, 16),                       // fewer blocks than have room
-        down(8192, 512, 33),                       // more ranks
-        spread(8192, 512, 32, (2056, &[768][..])), // more k
-    ];
-    for params in others {
-        assert_eq!(plan(&params), None, "{params:?}");
-    }
-}
-
 #[test]
 fn sites_beyond_one_launch_count_as_further_launches() {
     let plan = plan(&Problem::uniform(9000, 3, 16, (4096, &[64; 5])), &gb10());
@@ -531,34 +432,6 @@ fn problems() -> impl Strategy<Value = Problem> {
 }
 
 proptest! {
-    #[test]
-    fn one_launch_of_few_spread_rows_has_all_outputs_and_fits_a_gb10(
-        rows in 1_u32..600,
-        entries in 1_u32..600,
-        k_in in 1_u32..=256,
-        widths in prop::collection::vec(1_u32..600, 1..=MAX_SITES),
-    ) {
-        let n_outs: Vec<u32> = widths.iter().map(|width| width * 8).collect();
-        let mut params = few_spread(rows, entries, 16, (k_in * 8, &n_outs));
-        params.max_tiles = params.max_tiles.min(rows);
-        let Some(plan) = plan_delta_spread(&params, &gb10()) else {
-            return Ok(());
-        };
-        let launch = plan.launch;
-        // Two blocks a multiprocessor, of 10,496 bytes of their own each, and a kilobyte that the driver keeps.
-        prop_assert!(2 * (launch.shared_bytes + 10_496 + 1024) <= GB10_SHARED + 1024, "{launch}");
-        prop_assert_eq!(launch.grid[1], params.max_tiles);
-        let mut end = 0;
-        for (site, n_out) in n_outs.iter().enumerate() {
-            end += n_out.div_ceil(plan.outputs);
-            prop_assert_eq!(plan.block_ends[site], end);
-        }
-        prop_assert_eq!(launch.grid[0], end);
-        // A block's outputs, in whole runs of a warp's, have room.
-        let most = n_outs.iter().map(|n_out| plan.outputs.min(n_out.next_multiple_of(64))).max();
-        prop_assert_eq!(most.map(|rows| rows * 32), Some(launch.shared_bytes));
-    }
-
     #[test]
     fn warpgroups_take_all_ranks_and_fit_an_h200(problem in problems()) {
         let plan = plan_delta(&params(&problem), &h200());
