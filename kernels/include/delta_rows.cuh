@@ -154,7 +154,7 @@ __device__ __forceinline__ void delta_rows(const DeltaParams& p, const SiteEnds&
     if (pair.a.rank == 0) return wait_for_predecessor();
     if (threadIdx.x < kLargeTileRows) {
         rows[threadIdx.x] = reinterpret_cast<char*>(site.out) + row * site.out_stride * 2;
-        x_rows[threadIdx.x] = reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(x_row(p, row), p.x_row_count - 1)) * p.x_stride;
+        x_rows[threadIdx.x] = x_row_start(p, row);
     }
     const ExpandTile t(p, site, tile, pair.b);
     const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
@@ -170,6 +170,5 @@ __device__ __forceinline__ void delta_rows(const DeltaParams& p, const SiteEnds&
     const uint32_t end = min(first_output + outputs, site.n_out);
     SpreadBase<kShrinkThreads> base(shared, rows, tile.count, t.lane, n, end);
     base.ask_for_first();
-    const uint32_t runs = warp_n < end ? (end - warp_n + kSpreadRunOutputs - 1) / kSpreadRunOutputs : 0;
-    make_runs(t, base, coming, xa.xa + t.lane.group * xa.pitch, xa.pitch, n, runs);
+    make_runs(t, base, coming, xa.xa + t.lane.group * xa.pitch, xa.pitch, n, base.runs(warp_n, end));
 }

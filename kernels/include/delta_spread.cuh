@@ -77,7 +77,7 @@ __device__ __forceinline__ void delta_spread(const DeltaParams& p, const SiteEnd
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) a[block].load(pair.a, 0, block * kBlockK + lane.warp * kChunkK, p.k_in, lane);
     ask_for_shared_rows<kShrinkThreads>(shared_address(shared), t.b + uint64_t(first_output) * kRankGranule, end - first_output);
-    const __nv_bfloat16* const x_row_at = reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(x_row(p, x_from), p.x_row_count - 1)) * p.x_stride;
+    const __nv_bfloat16* const x_row_at = x_row_start(p, x_from);
     __nv_bfloat16* const rows[2] = {t.row_start(2 * lane.quarter, out_rows[0]), t.row_start(2 * lane.quarter + 1, out_rows[1])};
     if (!waited) wait_for_predecessor();
     uint4 x[kBlocks][kChunkSteps];

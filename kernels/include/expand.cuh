@@ -171,7 +171,7 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
     const uint32_t n = warp_n + t.lane.group * 8;
     const uint32_t left = warp_n < t.site.n_out ? (t.site.n_out - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
-    // More ranks have no register left for it.
+    // 32 ranks and more have no register left to know it with.
     const uint32_t here = W::kRanks == kRankGranule ? warp_uniform(min(runs, left)) : min(runs, left);
     W weights[kBuffers];
     uint4 base[kBuffers][2];

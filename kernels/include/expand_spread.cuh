@@ -76,6 +76,9 @@ struct SpreadBase {
           group(0),
           n(n) {}
 
+    // Of a warp whose first outputs are those from `first` on, where the block's end at `end`.
+    __device__ __forceinline__ static uint32_t runs(uint32_t first, uint32_t end) { return first < end ? (end - first + kRunOutputs - 1) / kRunOutputs : 0; }
+
     __device__ __forceinline__ char* place(uint32_t unit) const { return places + unit % kSpreadAhead * 2 * kPlaceBytes; }
 
     __device__ __forceinline__ void ask() {
@@ -163,7 +166,7 @@ __device__ __forceinline__ void expand_spread(const DeltaParams& p, const SiteEn
     char* const xa = shared + kBaseRingBytes<kExpandThreads>;
     const uint32_t end = min(work.first_output + runs * kBlockOutputs, site.n_out);
     const uint32_t warp_n = work.first_output + lane.warp * kWarpOutputs;
-    const uint32_t own_runs = warp_n < end ? (end - warp_n + kBlockOutputs - 1) / kBlockOutputs : 0;
+    const uint32_t own_runs = SpreadBase<kExpandThreads>::runs(warp_n, end);
     const uint32_t first_n = warp_n + lane.group * 8;
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
         if (index != blockIdx.y) tile = tile_at(p, index);

@@ -107,8 +107,7 @@ struct WeightChunk {
 
 // The x row of the `index`th of a tile's rows; past the last one the first one's, whose sums are then not used.
 __device__ __forceinline__ const __nv_bfloat16* x_pointer(const DeltaParams& p, const Tile& tile, uint32_t index) {
-    const uint32_t row = x_row(p, out_row(p, tile.first + (index < tile.count ? index : 0)));
-    return reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(row, p.x_row_count - 1)) * p.x_stride;
+    return x_row_start(p, out_row(p, tile.first + (index < tile.count ? index : 0)));
 }
 
 // The lane's part of the chunk of x row `row` that starts at `k`.

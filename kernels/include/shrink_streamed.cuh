@@ -199,7 +199,7 @@ __device__ __forceinline__ void shrink_streamed(const DeltaParams& p, uint32_t s
     const BlockSum block_sum(p, k_block, blockIdx.y * kGroups, kGroups);
     const auto put_rows = [&](const StreamedTile<kGroups>& of, uint32_t turn) {
         if (threadIdx.x >= kLargeTileRows) return;
-        rows[turn % 2][threadIdx.x] = reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(x_row(p, of.out), p.x_row_count - 1)) * p.x_stride;
+        rows[turn % 2][threadIdx.x] = x_row_start(p, of.out);
     };
     StreamedTile<kGroups> own, next;
     own.ask(p, blockIdx.z, shares, total);

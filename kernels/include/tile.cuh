@@ -74,6 +74,11 @@ __device__ __forceinline__ uint32_t x_row(const DeltaParams& p, uint32_t out_row
     return p.x_div == 1 ? out_row : out_row / p.x_div;
 }
 
+// Start of the x row of an out row; of the last one where a map goes past it.
+__device__ __forceinline__ const __nv_bfloat16* x_row_start(const DeltaParams& p, uint32_t out_row) {
+    return reinterpret_cast<const __nv_bfloat16*>(p.x) + uint64_t(min(x_row(p, out_row), p.x_row_count - 1)) * p.x_stride;
+}
+
 __device__ __forceinline__ uint32_t site_of(const SiteEnds& ends, uint32_t index) {
     static_assert(kMaxSites == 4);
     return (index >= ends.end[0]) + (index >= ends.end[1]) + (index >= ends.end[2]);

@@ -154,6 +154,24 @@ pub fn spread_rows_equal_others(backend: &TestBackend) {
     }
 }
 
+/// Spread rows in one pass, in passes of up to `max_rows`, and grouped as others.
+fn spread_rows_equal_others_in_passes(backend: &TestBackend, batch: &Batch, max_rows: u32) {
+    let whole = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
+    let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
+    assert_same("spread rows and others", batch, &whole, &routed);
+    let sites = &batch.shape.sites;
+    let spec = ScratchSpec {
+        max_rows,
+        max_rank: sites.iter().map(|site| site.max_rank).max().unwrap_or(0),
+        max_sites: sites.len() as u32,
+        max_k_in: batch.shape.k_in,
+    };
+    let settings = (LaunchOptions::default(), spec);
+    let (launches, outs) = run_in_passes(backend, batch, Via::RoutedSpread, settings);
+    assert!(launches > 1, "{launches} passes");
+    assert_same("one pass and many", batch, &whole, &outs);
+}
+
 /// Few spread rows of a narrow out, in one pass and in several.
 pub fn few_spread_rows_do_not_depend_on_passes(backend: &TestBackend) {
     let mut rng = Rng::new(13);
@@ -171,19 +189,7 @@ pub fn few_spread_rows_do_not_depend_on_passes(backend: &TestBackend) {
         };
         let row_slots = Routing::Anywhere.row_slots(&mut rng, 90, 40);
         let batch = Batch::random(&shape, &row_slots);
-        let whole = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
-        let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
-        assert_same("narrow spread rows and others", &batch, &whole, &routed);
-        let spec = ScratchSpec {
-            max_rows: 70,
-            max_rank: 16,
-            max_sites: 1,
-            max_k_in: k_in,
-        };
-        let settings = (LaunchOptions::default(), spec);
-        let (launches, outs) = run_in_passes(backend, &batch, Via::RoutedSpread, settings);
-        assert!(launches > 1, "{launches} passes");
-        assert_same("one pass and many", &batch, &whole, &outs);
+        spread_rows_equal_others_in_passes(backend, &batch, 70);
     }
 }
 
@@ -207,19 +213,7 @@ pub fn many_spread_rows_equal_others(backend: &TestBackend) {
         let mut row_slots = Routing::Anywhere.row_slots(&mut rng, 1600, SLOTS);
         row_slots.splice(700..700, [3; 150]);
         let batch = Batch::random(&shape, &row_slots);
-        let whole = batch.run(backend, Via::RoutedSpread, LaunchOptions::default());
-        let routed = batch.run(backend, Via::Routed, LaunchOptions::default());
-        assert_same("many spread rows and others", &batch, &whole, &routed);
-        let spec = ScratchSpec {
-            max_rows: 1000,
-            max_rank: rank,
-            max_sites: 2,
-            max_k_in: k_in,
-        };
-        let settings = (LaunchOptions::default(), spec);
-        let (launches, outs) = run_in_passes(backend, &batch, Via::RoutedSpread, settings);
-        assert!(launches > 1, "{launches} passes");
-        assert_same("one pass and many", &batch, &whole, &outs);
+        spread_rows_equal_others_in_passes(backend, &batch, 1000);
     }
 }
 

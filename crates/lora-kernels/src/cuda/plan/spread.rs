@@ -103,17 +103,12 @@ fn plan_few_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> 
 
 /// Larger tiles, seldom full, a block each at every site. There are to be blocks for all multiprocessors, and two of them are to fit one.
 fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let kernel = match (params.k_blocks, max_rank(params)) {
-        (1, ..=RANK_GRANULE) => Kernel::DeltaRows16,
-        (1, ..=TWO_GROUPS) => Kernel::DeltaRows32,
+    let (kernel, ranks) = match (params.k_blocks, max_rank(params)) {
+        (1, ..=RANK_GRANULE) => (Kernel::DeltaRows16, RANK_GRANULE),
+        (1, ..=TWO_GROUPS) => (Kernel::DeltaRows32, TWO_GROUPS),
         // 16 ranks would have gate and up each read x, which outweighs what the second launch costs.
-        (2, TWO_GROUPS) => Kernel::DeltaRows32Of2048,
+        (2, TWO_GROUPS) => (Kernel::DeltaRows32Of2048, TWO_GROUPS),
         _ => return None,
-    };
-    let ranks = if kernel == Kernel::DeltaRows16 {
-        RANK_GRANULE
-    } else {
-        TWO_GROUPS
     };
     let first_sums = (params.k_blocks - 1) * ranks * 4;
     let shared_bytes = STREAM_RING_BYTES + LARGE_TILE_ROWS * (xa_pitch(ranks) + first_sums);
