@@ -25,6 +25,11 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, uint32_t ra
     return there;
 }
 
+// Stores to another block's shared memory, or to the own by such an address; the others see it after the cluster's next barrier.
+__device__ __forceinline__ void store_in_cluster(uint32_t there, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory"); }
+
+__device__ __forceinline__ void store_in_cluster(uint32_t there, uint16_t v) { asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(there), "h"(v) : "memory"); }
+
 #define LORA_STORE_ASYNC16(type, kind, a, b, c, d)                                                                                        \
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4." type " [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there), kind(a), kind(b), \
                  kind(c), kind(d), "r"(barrier_there)                                                                                     \

@@ -80,95 +80,131 @@ struct DeltaXa {
 
     // By all threads, with the chunk sums of 8 rows from `row` on. A thread adds up the same row and rank of every k block.
     __device__ __forceinline__ void put(const DeltaParams& p, const float (&exchange)[kGroups][kExchangeFloats], uint32_t row, uint32_t block) const {
-        const uint32_t group = threadIdx.x / (kSmallTileRows * kRankGranule);
-        if (group >= kGroups) return;
-        const uint32_t rank = threadIdx.x % kRankGranule;
-        const uint32_t own_row = threadIdx.x / kRankGranule % kSmallTileRows;
-        float sum = chunk_total(exchange[group], own_row, rank, chunks_of_block(p, block));
-        const uint32_t at = group * kRankGranule + rank;
-        float& before = first[(row + own_row) * kRanks + at];
+        const ThreadSum own;
+        if (own.group >= kGroups) return;
+        float sum = own.total(exchange, chunks_of_block(p, block));
+        const uint32_t at = own.group * kRankGranule + own.rank;
+        float& before = first[(row + own.row) * kRanks + at];
         if (block > 0) sum = before + sum;
         if (block + 1 < kBlocks) {
             before = sum;
         } else {
-            *reinterpret_cast<__nv_bfloat16*>(xa + (row + own_row) * pitch + at * 2) = __float2bfloat16_rn(sum);
+            *reinterpret_cast<__nv_bfloat16*>(xa + (row + own.row) * pitch + at * 2) = __float2bfloat16_rn(sum);
         }
     }
 };
 
-// One k block of a block's ranks, of an adapter whose rank may be lower than theirs.
-template <int kGroups>
-__device__ __forceinline__ void load_block(ChunkLines (&a)[kGroups], const DeltaParams& p, const Adapter& adapter, uint32_t block, const Lane& lane) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-        const uint32_t k_in = group * kRankGranule < adapter.rank ? p.k_in : 0;  // a row of no elements: nothing is loaded
-        a[group].load(adapter, group * kRankGranule, block * kBlockK + lane.warp * kChunkK, k_in, lane);
-    }
-}
+// Where the rows of a tile are.
+struct TileRows {
+    const __nv_bfloat16* x[kLargeTileRows];
+    alignas(16) char* out[kLargeTileRows];
 
-// xa of a tile's rows, whose x rows are `x_rows`.
-template <int kGroups, int kBlocks>
-__device__ __forceinline__ void shrink_rows(const DeltaParams& p, const Adapter& a, uint32_t count, const __nv_bfloat16* const* x_rows, char* ring,
-                                            const DeltaXa<kGroups, kBlocks>& xa) {
-    const Lane lane = lane_of_thread();
-    ChunkLines loaded[kGroups];
-    load_block(loaded, p, a, 0, lane);
-    __syncthreads();
-    wait_for_predecessor();
+    // By each thread, with the out row of its own.
+    __device__ __forceinline__ void put(const DeltaParams& p, const DeltaSite& site, uint32_t row) {
+        if (threadIdx.x >= kLargeTileRows) return;
+        x[threadIdx.x] = x_row_start(p, row);
+        out[threadIdx.x] = reinterpret_cast<char*>(site.out) + row * site.out_stride * 2;
+    }
+};
+
+// The rows of a tile, or a share of them, which pass by A a k block at a time; `x` are their x rows.
+struct PassingRows {
+    const DeltaParams& p;
+    char* ring;
+    const __nv_bfloat16* const* x;
+    uint32_t count;
+
+    // `loaded` is k block `k_block` of A. `put` is called as `store` of `stream_rows` is.
+    template <int kBuffers, int kGroups, typename Put>
+    __device__ __forceinline__ void pass(const ChunkLines (&loaded)[kGroups], uint32_t k_block, const Put& put) const {
+        const XStream stream(p, ring, k_block, lane_of_thread());
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-        const XStream x(p, ring, block, lane);
-#pragma unroll
-        for (int slot = 0; slot < kStreamSlots; ++slot) x.ask(x_rows, slot, count);
+        for (int slot = 0; slot < kStreamSlots; ++slot) stream.ask(x, slot, count);
         OrderedChunk ordered[kGroups];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) ordered[group].take(loaded[group].settled());
-        stream_rows<1>(count, ordered, x, x_rows, [&](const float(&sums)[kGroups][kExchangeFloats], uint32_t first) { xa.put(p, sums, first, block); });
-        if (block + 1 < kBlocks) {
-            load_block(loaded, p, a, block + 1, lane);
-            __syncthreads();
-        }
+        stream_rows<kBuffers>(count, ordered, stream, x, put);
     }
+};
+
+// 16 ranks of a k block, of an adapter whose rank may be lower than theirs.
+__device__ __forceinline__ void load_ranks(ChunkLines& a, const DeltaParams& p, const Adapter& adapter, const ShrinkWork& work) {
+    const Lane lane = lane_of_thread();
+    const uint32_t k_in = work.first_rank < adapter.rank ? p.k_in : 0;  // a row of no elements: nothing is loaded
+    a.load(adapter, work.first_rank, work.k_block * kBlockK + lane.warp * kChunkK, k_in, lane);
 }
+
+template <int kGroups>
+__device__ __forceinline__ void load_block(ChunkLines (&a)[kGroups], const DeltaParams& p, const Adapter& adapter, uint32_t k_block) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) load_ranks(a[group], p, adapter, ShrinkWork{k_block, uint32_t(group * kRankGranule), 0});
+}
+
+// Asks for a k block of A of an entry that is likely to have rows, while rows are grouped: `kGroups` groups of 16 ranks.
+template <int kGroups>
+__device__ __forceinline__ void prefetch_likely(const DeltaParams& p, uint32_t site, uint32_t k_block) {
+    const uint32_t at_once = max(kDeltaBlocks * multiprocessors() / gridDim.x, 1u);
+    const Adapter likely = likely_adapter(p, p.sites[site], blockIdx.y, at_once, kLikelyShare);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) prefetch_a(p, likely, ShrinkWork{k_block, uint32_t(group * kRankGranule), site});
+}
+
+// The outputs that a block makes of a site: up to `outputs` from `first` on.
+struct OwnOutputs {
+    uint32_t end;
+    uint32_t warp_n;  // the warp's first
+    uint32_t n;       // the thread's first
+
+    __device__ __forceinline__ OwnOutputs(const DeltaSite& site, uint32_t first, uint32_t outputs) {
+        const Lane lane = lane_of_thread();
+        end = min(first + outputs, site.n_out);
+        warp_n = first + lane.warp * kWarpOutputs;
+        n = warp_n + lane.group * 8;
+    }
+
+    __device__ __forceinline__ uint32_t runs() const { return SpreadBase<kShrinkThreads>::runs(warp_n, end); }
+};
 
 // Up to `kGroups` groups of 16 ranks, `kBlocks` k blocks, routed sites, out in whole runs of 8 outputs. Sites and outputs; tiles.
 template <int kGroups, int kBlocks, typename W>
 __device__ __forceinline__ void delta_rows(const DeltaParams& p, const SiteEnds& ends, uint32_t outputs) {
     extern __shared__ __align__(128) char shared[];
-    __shared__ const __nv_bfloat16* x_rows[kLargeTileRows];
-    __shared__ __align__(16) char* rows[kLargeTileRows];
+    __shared__ TileRows rows;
     const uint32_t site_index = site_of(ends, blockIdx.x);
     const DeltaSite& site = p.sites[site_index];
     const uint32_t first_output = (blockIdx.x - site_start(ends, site_index)) * outputs;
     begin(p, [&] {
-        if (first_output > 0) return;
-        const uint32_t at_once = max(kDeltaBlocks * multiprocessors() / gridDim.x, 1u);
-        const Adapter likely = likely_adapter(p, site, blockIdx.y, at_once, kLikelyShare);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) prefetch_a(p, likely, ShrinkWork{0, uint32_t(group * kRankGranule), site_index});
+        if (first_output == 0) prefetch_likely<kGroups>(p, site_index, 0);
     });
     const Tile tile = tile_at(p, blockIdx.y);  // not after the count: one latency less
     if (blockIdx.y >= tile_total(p) || !tile_in_pass(p, tile)) return wait_for_predecessor();
     const uint32_t row = out_row(p, tile.first + min(threadIdx.x, tile.count - 1));  // on its way with the addresses of A and B
     const Pair pair(p, site, tile.entry);
     if (pair.a.rank == 0) return wait_for_predecessor();
-    if (threadIdx.x < kLargeTileRows) {
-        rows[threadIdx.x] = reinterpret_cast<char*>(site.out) + row * site.out_stride * 2;
-        x_rows[threadIdx.x] = x_row_start(p, row);
-    }
+    rows.put(p, site, row);
     const ExpandTile t(p, site, tile, pair.b);
-    const uint32_t warp_n = first_output + t.lane.warp * kWarpOutputs;
-    const uint32_t n = warp_n + t.lane.group * 8;
+    const OwnOutputs outs(site, first_output, outputs);
     // 16 ranks leave registers for B while rows pass by A.
     constexpr bool kEarlyB = kGroups == 1;
     W coming;
-    if (kEarlyB) t.load_weights(coming, n, 0);
-    const DeltaXa<kGroups, kBlocks> xa(shared + kDeltaRingBytes);
-    shrink_rows(p, pair.a, tile.count, x_rows, shared, xa);
-    if (!kEarlyB) t.load_weights(coming, n, 0);
+    if (kEarlyB) t.load_weights(coming, outs.n, 0);
+    ChunkLines loaded[kGroups];
+    load_block(loaded, p, pair.a, 0);
     __syncthreads();
-    const uint32_t end = min(first_output + outputs, site.n_out);
-    SpreadBase<kShrinkThreads> base(shared, rows, tile.count, t.lane, n, end);
+    wait_for_predecessor();
+    const DeltaXa<kGroups, kBlocks> xa(shared + kDeltaRingBytes);
+    const PassingRows passing{p, shared, rows.x, tile.count};
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+        passing.pass<1>(loaded, block, [&](const float(&sums)[kGroups][kExchangeFloats], uint32_t first) { xa.put(p, sums, first, block); });
+        if (block + 1 < kBlocks) {
+            load_block(loaded, p, pair.a, block + 1);
+            __syncthreads();
+        }
+    }
+    if (!kEarlyB) t.load_weights(coming, outs.n, 0);
+    __syncthreads();
+    SpreadBase<kShrinkThreads> base(shared, rows.out, tile.count, t.lane, outs.n, outs.end);
     base.ask_for_first();
-    make_runs(t, base, coming, xa.xa + t.lane.group * xa.pitch, xa.pitch, n, base.runs(warp_n, end));
+    make_runs(t, base, coming, xa.xa + t.lane.group * xa.pitch, xa.pitch, outs.n, outs.runs());
 }

@@ -115,27 +115,36 @@ struct StreamedTile {
 };
 
 // What a thread adds up: the chunk sums of one row of every 8 and one rank.
-struct BlockSum {
-    uint32_t group;
+struct ThreadSum {
+    uint32_t group;  // of 16 ranks; there may be fewer
     uint32_t row;
-    uint32_t rank;
+    uint32_t rank;  // of the group
+
+    __device__ __forceinline__ ThreadSum()
+        : group(threadIdx.x / (kSmallTileRows * kRankGranule)), row(threadIdx.x / kRankGranule % kSmallTileRows), rank(threadIdx.x % kRankGranule) {}
+
+    template <int kGroups>
+    __device__ __forceinline__ float total(const float (&exchange)[kGroups][kExchangeFloats], uint32_t chunks) const {
+        return chunk_total(exchange[group], row, rank, chunks);
+    }
+};
+
+// The same, and where it is stored.
+struct BlockSum : ThreadSum {
     uint32_t chunks;
     uint32_t stride;  // from one position to the next
     float* to;        // the sum of the pass's first position
 
-    __device__ __forceinline__ BlockSum(const DeltaParams& p, uint32_t k_block, uint32_t first_group, uint32_t groups)
-        : group(threadIdx.x / (kSmallTileRows * kRankGranule)),
-          row(threadIdx.x / kRankGranule % kSmallTileRows),
-          rank(threadIdx.x % kRankGranule),
-          chunks(chunks_of_block(p, k_block)) {
+    __device__ __forceinline__ BlockSum(const DeltaParams& p, uint32_t k_block, uint32_t first_group, uint32_t groups) : chunks(chunks_of_block(p, k_block)) {
         const ShrinkWork work = shrink_work(p, k_block, first_group + min(group, groups - 1));
         stride = p.sites[work.site].max_rank;
         to = partials_at(p, p.sites[work.site], k_block, p.pass_first) + work.first_rank + rank;
     }
 
     // `position`: of the first of the 8 rows, in the pass.
-    __device__ __forceinline__ void store(const float (*exchange)[kExchangeFloats], uint32_t position) const {
-        to[uint64_t(position + row) * stride] = chunk_total(exchange[group], row, rank, chunks);
+    template <int kGroups>
+    __device__ __forceinline__ void store(const float (&exchange)[kGroups][kExchangeFloats], uint32_t position) const {
+        to[uint64_t(position + row) * stride] = total(exchange, chunks);
     }
 };
 

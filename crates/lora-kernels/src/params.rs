@@ -54,6 +54,9 @@ pub(crate) const STREAM_SLOTS: u32 = 2;
 /// Blocks, each of a whole delta of a tile, that a multiprocessor runs at once.
 pub(crate) const DELTA_BLOCKS: u32 = 2;
 
+/// Blocks that share such a tile where they are a cluster.
+pub(crate) const TILE_BLOCKS: u32 = 2;
+
 /// Threads of a block that adds up k blocks.
 pub(crate) const SUM_THREADS: u32 = 128;
 

@@ -50,6 +50,14 @@ pub enum Kernel {
     DeltaRows32,
     /// The same, padded rank up to 32, k up to 2048.
     DeltaRows32Of2048,
+    /// A whole delta of spread rows at one site, tiles of up to 128 rows, a cluster of two blocks a tile, padded rank 16, k up to 1024.
+    DeltaHalves16,
+    /// The same, padded rank up to 32.
+    DeltaHalves32,
+    /// The same, padded rank 16, k from 1025 to 2048.
+    DeltaCross16,
+    /// The same at two sites.
+    DeltaCross16Pair,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
     /// The same, padded rank up to 32.
@@ -96,7 +104,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 41] = [
+    pub const ALL: [Self; 45] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -117,6 +125,10 @@ impl Kernel {
         Self::DeltaRows16,
         Self::DeltaRows32,
         Self::DeltaRows32Of2048,
+        Self::DeltaHalves16,
+        Self::DeltaHalves32,
+        Self::DeltaCross16,
+        Self::DeltaCross16Pair,
         Self::ExpandSmall16,
         Self::ExpandSmall32,
         Self::ExpandSmall64,
@@ -163,6 +175,10 @@ impl Kernel {
             Self::DeltaRows16 => "lora_delta_rows_16",
             Self::DeltaRows32 => "lora_delta_rows_32",
             Self::DeltaRows32Of2048 => "lora_delta_rows_32_2048",
+            Self::DeltaHalves16 => "lora_delta_halves_16",
+            Self::DeltaHalves32 => "lora_delta_halves_32",
+            Self::DeltaCross16 => "lora_delta_cross_16",
+            Self::DeltaCross16Pair => "lora_delta_cross_16_pair",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
@@ -214,7 +230,13 @@ impl Kernel {
             | Self::HeadWide
             | Self::HeadKept => Some(ALL_SHARED),
             Self::DeltaRows16 | Self::DeltaRows32 => Some(132 << 10),
-            Self::SumBlocks | Self::ExpandMixed64 | Self::DeltaRows32Of2048 => Some(164 << 10),
+            Self::SumBlocks
+            | Self::ExpandMixed64
+            | Self::DeltaRows32Of2048
+            | Self::DeltaHalves16
+            | Self::DeltaHalves32
+            | Self::DeltaCross16
+            | Self::DeltaCross16Pair => Some(164 << 10),
             _ => None,
         }
     }
@@ -244,7 +266,11 @@ impl Kernel {
             | Self::DeltaSpread2048
             | Self::DeltaRows16
             | Self::DeltaRows32
-            | Self::DeltaRows32Of2048 => ModuleName::DeltaSpread,
+            | Self::DeltaRows32Of2048
+            | Self::DeltaHalves16
+            | Self::DeltaHalves32
+            | Self::DeltaCross16
+            | Self::DeltaCross16Pair => ModuleName::DeltaSpread,
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64

@@ -167,13 +167,15 @@ fn ends(params: &DeltaParams, share: impl Fn(&DeltaSite) -> u32) -> [u32; MAX_SI
 
 /// Tiles of rows that are spread evenly over as many entries as there can be, or at random where a router spreads them. Only uneven batches have more.
 fn usual_tiles(params: &DeltaParams) -> u32 {
-    let even = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
-    let entries = if is_spread(params) {
-        entries_hit(params.slots, params.rows)
+    let full = params.rows.div_ceil(params.tile_rows.max(SMALL_TILE_ROWS));
+    let tiles = if is_spread(params) {
+        let entries = entries_hit(params.slots, params.rows);
+        // An entry's last tile is half full.
+        entries.max(full.saturating_add(entries / 2))
     } else {
-        params.slots.min(params.rows)
+        full.max(params.slots.min(params.rows))
     };
-    even.max(entries).min(params.max_tiles)
+    tiles.min(params.max_tiles)
 }
 
 /// How many of `entries` are expected to be chosen by at least one of `rows` rows that choose at random.

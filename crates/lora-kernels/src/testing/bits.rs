@@ -217,6 +217,41 @@ pub fn many_spread_rows_equal_others(backend: &TestBackend) {
     }
 }
 
+/// Rows enough for large tiles of entries so few that a GPU has two blocks share a tile, as it does where two sites read the same x; in one pass and in several. One entry
+/// has several tiles, some have a delta at one of two sites or at none.
+pub fn tiles_of_two_blocks_equal_others(backend: &TestBackend) {
+    const SLOTS: u32 = 90;
+    let mut rng = Rng::new(15);
+    let shapes: [(u32, u32, &[u32]); 5] = [
+        (776, 16, &[632]),
+        (1024, 32, &[8]),
+        (1160, 16, &[2056]),
+        (1032, 16, &[200, 632]),
+        (2048, 16, &[632, 200]),
+    ];
+    for (k_in, rank, widths) in shapes {
+        let site = |&n_out| SiteShape {
+            n_out,
+            gap: 8,
+            max_rank: rank,
+        };
+        let shape = BatchShape {
+            k_in,
+            slots: SLOTS,
+            ranks: vec![rank, 7, rank - 4],
+            sites: widths.iter().map(site).collect(),
+            ..aligned_shape(15, 1)
+        };
+        let mut row_slots = Routing::Anywhere.row_slots(&mut rng, 1300, SLOTS);
+        row_slots.splice(700..700, [3; 150]);
+        let mut batch = Batch::random(&shape, &row_slots);
+        for adapter in batch.adapters[0].iter_mut().step_by(4) {
+            *adapter = None;
+        }
+        spread_rows_equal_others_in_passes(backend, &batch, 1000);
+    }
+}
+
 /// Ranks of 7 and 24 made 32 by zeros: the zeros add nothing.
 pub fn padded_rank_equals_true_rank(backend: &TestBackend) {
     let mut rng = Rng::new(4);

@@ -20,7 +20,7 @@ pub(super) const EXCHANGE_BYTES: u32 = SHRINK_THREADS / 32 * SMALL_TILE_ROWS * E
 const MIXED_WAVES: u32 = 8;
 /// Largest padded rank of spread rows whose tiles pass by A in registers: every 32 ranks read x again.
 const MOST_STREAMED_RANK: u32 = 32;
-/// The same where there are fewer rows an entry than [`FEW_ROWS_AN_ENTRY`], so that x is little beside A.
+/// The same where there are up to [`FEW_ROWS_AN_ENTRY`] rows an entry, so that x is little beside A.
 const MOST_STREAMED_RANK_OF_FEW: u32 = 64;
 /// A quarter of a large tile.
 const FEW_ROWS_AN_ENTRY: u32 = LARGE_TILE_ROWS / 4;
@@ -57,7 +57,7 @@ pub(super) fn has_aligned_x(params: &DeltaParams) -> bool {
 
 /// Whether most tiles of the entries' rows are far from full.
 pub(super) fn has_few_rows_an_entry(params: &DeltaParams) -> bool {
-    u64::from(params.rows) < u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY)
+    u64::from(params.rows) <= u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY)
 }
 
 /// Groups of 16 ranks of all sites.

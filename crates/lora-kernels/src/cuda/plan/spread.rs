@@ -8,7 +8,7 @@ use super::{
 use crate::cuda::Kernel;
 use crate::params::{
     DELTA_BLOCKS, DeltaParams, DeltaSite, LARGE_TILE_ROWS, MAX_SITES, SHRINK_THREADS,
-    SMALL_TILE_ROWS, WARP_OUTPUTS,
+    SMALL_TILE_ROWS, TILE_BLOCKS, WARP_OUTPUTS,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
@@ -20,6 +20,12 @@ const RUN_OUTPUTS: u32 = SHRINK_THREADS / 32 * WARP_OUTPUTS;
 /// Most of those times of tiles of up to 8 rows: more would keep the second block from fitting a multiprocessor of the smallest device.
 const MOST_RUNS: u32 = 2;
 
+/// Eighths of the blocks that run at once from which on one launch with a block a tile ends sooner than two launches.
+const ROWS_EIGHTHS: u64 = 7;
+/// The same with two blocks a tile.
+const CLUSTER_EIGHTHS: u64 = 5;
+/// The same where tiles are seldom a quarter full.
+const CLUSTER_EIGHTHS_OF_FEW: u64 = 3;
 /// Ranks of the kernels that take two groups of 16.
 const TWO_GROUPS: u32 = 2 * RANK_GRANULE;
 /// Addresses of a row's x and out.
@@ -49,7 +55,7 @@ pub fn plan_delta_spread(params: &DeltaParams, caps: &DeviceCaps) -> Option<Spre
     match params.tile_rows {
         _ if !is_served => None,
         0..=SMALL_TILE_ROWS => plan_few_rows(params, caps),
-        _ => plan_rows(params, caps),
+        _ => plan_large_tiles(params, caps),
     }
 }
 
@@ -101,21 +107,86 @@ fn plan_few_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> 
     Some(launch(params, kernel, outputs, held * RANK_GRANULE * 2))
 }
 
-/// Larger tiles, seldom full, a block each at every site. There are to be blocks for all multiprocessors, and two of them are to fit one.
+/// A kernel whose blocks have rows of larger tiles pass by A.
+struct RowsKernel {
+    kernel: Kernel,
+    ranks: u32,
+    /// Sums that a block keeps of every row, FP32.
+    sums: u32,
+    /// Exchanges of chunk sums that it has.
+    exchanges: u32,
+}
+
+impl RowsKernel {
+    const fn new(kernel: Kernel, ranks: u32, sums: u32, exchanges: u32) -> Self {
+        Self {
+            kernel,
+            ranks,
+            sums,
+            exchanges,
+        }
+    }
+
+    /// x on its way, xa, sums.
+    fn shared_bytes(&self) -> u32 {
+        STREAM_RING_BYTES + LARGE_TILE_ROWS * (xa_pitch(self.ranks) + self.sums * 4)
+    }
+
+    /// Whether a multiprocessor has room for two of its blocks.
+    fn fits(&self, caps: &DeviceCaps) -> bool {
+        let fixed_bytes = EXCHANGE_BYTES * self.exchanges + LARGE_TILE_ROWS * ADDRESS_BYTES;
+        DELTA_BLOCKS * (self.shared_bytes() + fixed_bytes) <= caps.shared_bytes
+    }
+}
+
+/// Whether the blocks are at least so many eighths of those that run at once.
+fn fill(blocks: u64, eighths: u64, caps: &DeviceCaps) -> bool {
+    8 * blocks >= eighths * u64::from(DELTA_BLOCKS * caps.units.max(1))
+}
+
+/// Larger tiles.
+fn plan_large_tiles(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
+    plan_rows(params, caps).or_else(|| plan_clusters(params, caps))
+}
+
+/// A block a tile at every site: it makes all outputs, so that it is for few rows, or for so many ranks that two sites cannot share a block.
 fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let (kernel, ranks) = match (params.k_blocks, max_rank(params)) {
-        (1, ..=RANK_GRANULE) => (Kernel::DeltaRows16, RANK_GRANULE),
-        (1, ..=TWO_GROUPS) => (Kernel::DeltaRows32, TWO_GROUPS),
-        // 16 ranks would have gate and up each read x, which outweighs what the second launch costs.
-        (2, TWO_GROUPS) => (Kernel::DeltaRows32Of2048, TWO_GROUPS),
+    let few_rows = has_few_rows_an_entry(params);
+    let block = match (params.k_blocks, max_rank(params)) {
+        (1, ..=RANK_GRANULE) if few_rows => {
+            RowsKernel::new(Kernel::DeltaRows16, RANK_GRANULE, 0, 1)
+        }
+        (1, ..=TWO_GROUPS) if few_rows => RowsKernel::new(Kernel::DeltaRows32, TWO_GROUPS, 0, 2),
+        (2, TWO_GROUPS) => RowsKernel::new(Kernel::DeltaRows32Of2048, TWO_GROUPS, TWO_GROUPS, 2),
         _ => return None,
     };
-    let first_sums = (params.k_blocks - 1) * ranks * 4;
-    let shared_bytes = STREAM_RING_BYTES + LARGE_TILE_ROWS * (xa_pitch(ranks) + first_sums);
-    let fixed_bytes = EXCHANGE_BYTES * (ranks / RANK_GRANULE) + LARGE_TILE_ROWS * ADDRESS_BYTES;
     let outputs = widest(params).max(1);
-    let serves = has_few_rows_an_entry(params)
-        && usual_blocks(params, outputs) >= u64::from(DELTA_BLOCKS * caps.units)
-        && DELTA_BLOCKS * (shared_bytes + fixed_bytes) <= caps.shared_bytes;
-    serves.then(|| launch(params, kernel, outputs, shared_bytes))
+    let serves = block.fits(caps) && fill(usual_blocks(params, outputs), ROWS_EIGHTHS, caps);
+    serves.then(|| launch(params, block.kernel, outputs, block.shared_bytes()))
+}
+
+/// Two blocks a tile.
+fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
+    let sums = TILE_BLOCKS * RANK_GRANULE;
+    let block = match (params.k_blocks, max_rank(params), params.site_count) {
+        (1, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaHalves16, RANK_GRANULE, 0, 2),
+        (1, ..=TWO_GROUPS, 1) => RowsKernel::new(Kernel::DeltaHalves32, TWO_GROUPS, 0, 4),
+        (2, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaCross16, RANK_GRANULE, sums, 2),
+        (2, ..=RANK_GRANULE, 2) => RowsKernel::new(Kernel::DeltaCross16Pair, RANK_GRANULE, sums, 4),
+        _ => return None,
+    };
+    let share = widest(params).div_ceil(TILE_BLOCKS / params.site_count);
+    let outputs = share.next_multiple_of(WARP_OUTPUTS);
+    let eighths = if has_few_rows_an_entry(params) {
+        CLUSTER_EIGHTHS_OF_FEW
+    } else {
+        CLUSTER_EIGHTHS
+    };
+    let blocks = u64::from(TILE_BLOCKS) * u64::from(usual_tiles(params));
+    let serves = block.fits(caps) && fill(blocks, eighths, caps);
+    serves.then(|| {
+        let mut plan = launch(params, block.kernel, outputs, block.shared_bytes());
+        plan.launch.grid[0] = TILE_BLOCKS;
+        plan
+    })
 }

@@ -313,15 +313,12 @@ fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() 
     assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(kernel(64, 32 * 128, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(
-        kernel(64, 32 * 128 - 1, FLAG_SPREAD),
-        Kernel::ShrinkStreamed32
-    );
-    assert_eq!(kernel(64, 32 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
-    assert_eq!(
-        kernel(65, 32 * 128 - 1, FLAG_SPREAD),
+        kernel(64, 32 * 128 + 1, FLAG_SPREAD),
         Kernel::ShrinkMixedLow
     );
+    assert_eq!(kernel(65, 32 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
 }
@@ -339,12 +336,12 @@ fn as_many_blocks_of_spread_rows_as_run_at_once_take_tiles_or_shares_of_them() {
     assert_eq!(two_sites.shrink.shared_bytes, 2 * 8 * 1024 * 2);
     assert_eq!(two_sites.shrink_shares, ShrinkShares::TileRows(1));
     assert_eq!(two_sites.sum, None);
-    // 144 blocks at once; 64 full tiles of 8 entries.
+    // 144 blocks at once; 8 entries have 64 full tiles and, about every other one, a tile more.
     let one_site = plan(8, 16, &[2048]);
     assert_eq!(one_site.shrink.kernel, Kernel::ShrinkStreamed16);
     assert_eq!(
         (one_site.shrink.grid, one_site.shrink_shares),
-        ([2, 1, 64], ShrinkShares::TileRows(1))
+        ([2, 1, 68], ShrinkShares::TileRows(1))
     );
     let few_tiles = DeltaParams {
         max_tiles: 8,

@@ -45,10 +45,6 @@ fn few_spread_rows_of_small_pairs_take_one_launch() {
     let served = few_spread(64, 128, 16, (2048, &[768]));
     assert!(plan(&served).is_some());
     let dense = DeltaParams { flags: 0, ..served };
-    let large = DeltaParams {
-        tile_rows: 128,
-        ..served
-    };
     let odd_x = DeltaParams {
         x_stride: 2049,
         ..served
@@ -58,48 +54,110 @@ fn few_spread_rows_of_small_pairs_take_one_launch() {
     let wide = few_spread(64, 128, 16, (2056, &[768]));
     let ranks = few_spread(64, 128, 17, (2048, &[768]));
     let odd_out = few_spread(64, 128, 16, (2048, &[767]));
-    for params in [dense, large, odd_x, pair, wide, ranks, odd_out] {
+    for params in [dense, odd_x, pair, wide, ranks, odd_out] {
         assert_eq!(plan(&params), None, "{params:?}");
     }
 }
 
-#[test]
-fn spread_rows_of_seldom_full_tiles_take_one_launch() {
-    let spread = |rows, entries, rank, shape| DeltaParams {
+/// Rows of a MoE block that are cut into large tiles.
+fn many_spread(rows: u32, entries: u32, rank: u32, shape: (u32, &[u32])) -> DeltaParams {
+    DeltaParams {
         tile_rows: LARGE_TILE_ROWS,
         max_tiles: entries + rows / LARGE_TILE_ROWS,
         ..few_spread(rows, entries, rank, shape)
-    };
-    let down = |rows, entries, rank| spread(rows, entries, rank, (768, &[2048][..]));
-    let gate_up = |rows, entries, rank| spread(rows, entries, rank, (2048, &[768, 768][..]));
+    }
+}
+
+/// x on its way and xa of 128 rows.
+fn shared_bytes(rank: u32) -> u32 {
+    32_768 + 128 * if rank == 16 { 32 } else { 96 }
+}
+
+#[test]
+fn spread_rows_of_seldom_full_tiles_take_a_block_a_tile() {
+    let down = |rows, entries, rank| many_spread(rows, entries, rank, (768, &[2048][..]));
+    let gate_up = |rows, entries| many_spread(rows, entries, 32, (2048, &[768, 768][..]));
     let plan = |params: &DeltaParams| one_launch(params, &h200());
-    // x on its way, xa of 128 rows, and the sums of the first of two k blocks.
+    let (grid, outputs) = ([1, 576, 1], 2048);
     assert_eq!(
         plan(&down(8192, 512, 16)),
-        Some((Kernel::DeltaRows16, [1, 576, 1], 2048, 32_768 + 128 * 32))
+        Some((Kernel::DeltaRows16, grid, outputs, shared_bytes(16)))
     );
     assert_eq!(
         plan(&down(8192, 512, 17)),
-        Some((Kernel::DeltaRows32, [1, 576, 1], 2048, 32_768 + 128 * 96))
+        Some((Kernel::DeltaRows32, grid, outputs, shared_bytes(32)))
     );
-    let two_blocks = 32_768 + 128 * (96 + 128);
+    // The sums of the first of two k blocks; however many rows an entry has, two blocks a tile would have no registers for two sites.
+    let (kernel, two_blocks) = (Kernel::DeltaRows32Of2048, shared_bytes(32) + 128 * 128);
     assert_eq!(
-        plan(&gate_up(8192, 512, 32)),
-        Some((Kernel::DeltaRows32Of2048, [2, 576, 1], 768, two_blocks))
+        plan(&gate_up(8192, 512)),
+        Some((kernel, [2, 576, 1], 768, two_blocks))
+    );
+    assert_eq!(
+        plan(&gate_up(32_768, 128)),
+        Some((kernel, [2, 384, 1], 768, two_blocks))
     );
     // Two blocks of 32 ranks do not fit a multiprocessor of a GB10.
     assert!(one_launch(&down(8192, 512, 16), &gb10()).is_some());
     assert_eq!(one_launch(&down(8192, 512, 32), &gb10()), None);
 
     let others = [
-        gate_up(8192, 512, 16),                    // each site would read x
-        down(8192, 128, 16),                       // 64 rows an entry
-        down(2048, 128, 16),                       // fewer blocks than have room
-        down(8192, 512, 33),                       // more ranks
-        spread(8192, 512, 32, (2056, &[768][..])), // more k
+        gate_up(8192, 64),                              // fewer blocks than have room
+        down(8192, 512, 33),                            // more ranks
+        many_spread(8192, 512, 32, (2056, &[768][..])), // more k
     ];
     for params in others {
         assert_eq!(plan(&params), None, "{params:?}");
+    }
+}
+
+#[test]
+fn fuller_tiles_and_pairs_of_sites_take_two_blocks_a_tile() {
+    let down = |rows, entries, rank| many_spread(rows, entries, rank, (768, &[2048][..]));
+    let gate_up = |rows, entries, rank| many_spread(rows, entries, rank, (2048, &[768, 640][..]));
+    let plan = |params: &DeltaParams| one_launch(params, &h200());
+    let halves = |kernel, rank| Some((kernel, [2, 192, 1], 1024, shared_bytes(rank)));
+    assert_eq!(
+        plan(&down(8192, 128, 16)),
+        halves(Kernel::DeltaHalves16, 16)
+    );
+    assert_eq!(
+        plan(&down(8192, 128, 32)),
+        halves(Kernel::DeltaHalves32, 32)
+    );
+    // The sums of two k blocks; all outputs of a site, or half of the only one's in whole runs of a warp.
+    let sums = shared_bytes(16) + 2 * 128 * 16 * 4;
+    assert_eq!(
+        plan(&gate_up(8192, 128, 16)),
+        Some((Kernel::DeltaCross16Pair, [2, 192, 1], 768, sums))
+    );
+    let wide_down = many_spread(4096, 60, 16, (1408, &[2056][..]));
+    assert_eq!(
+        plan(&wide_down),
+        None,
+        "68 rows an entry are few tiles of many rows"
+    );
+    let wide_down = many_spread(4096, 240, 16, (1408, &[2056][..]));
+    assert_eq!(
+        plan(&wide_down),
+        Some((Kernel::DeltaCross16, [2, 272, 1], 1088, sums))
+    );
+    // Narrower than a warp's run: the second block has no outputs.
+    let narrow = many_spread(8192, 128, 16, (768, &[8][..]));
+    let grid = one_launch(&narrow, &h200()).map(|(_, grid, ..)| grid);
+    assert_eq!(grid, Some([2, 192, 1]));
+    // 16 rows an entry: as few as 50 tiles.
+    assert!(plan(&down(64 * 16, 64, 16)).is_some());
+    assert_eq!(plan(&down(48 * 16, 48, 16)), None);
+    // A GB10's multiprocessor has no room for two blocks with the sums of two k blocks.
+    assert!(one_launch(&down(8192, 128, 16), &gb10()).is_some());
+    assert_eq!(one_launch(&gate_up(8192, 128, 16), &gb10()), None);
+
+    let three_sites = many_spread(8192, 128, 16, (2048, &[768, 768, 768][..]));
+    for params in [gate_up(8192, 128, 17), three_sites] {
+        let kernel = plan(&params).map(|(kernel, ..)| kernel);
+        let a_block_a_site = (params.site_count == 2).then_some(Kernel::DeltaRows32Of2048);
+        assert_eq!(kernel, a_block_a_site, "{params:?}");
     }
 }
 
