@@ -7,6 +7,9 @@ use lora_weights::device::{DeviceMemory, DevicePtr, LoraPair, LoraRoute};
 use lora_weights::padded_rank;
 use std::sync::Arc;
 
+/// NaN behind either matrix on a device, so that reading past its end shows.
+const GUARD_ELEMENTS: usize = 1024;
+
 /// One packed adapter on one module, in host memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TestAdapter {
@@ -82,8 +85,12 @@ impl TestAdapter {
     /// # Errors
     /// What allocation and upload give.
     pub fn upload(&self, memory: &Arc<dyn DeviceMemory>) -> Result<DeviceAdapter, KernelError> {
-        let a = DeviceBuffer::from_slice(Arc::clone(memory), &self.a)?;
-        let b = DeviceBuffer::from_slice(Arc::clone(memory), &self.b)?;
+        let guarded = |values: &[bf16]| {
+            let behind = [bf16::NAN; GUARD_ELEMENTS];
+            DeviceBuffer::from_slice(Arc::clone(memory), &[values, &behind].concat())
+        };
+        let a = guarded(&self.a)?;
+        let b = guarded(&self.b)?;
         let pair = LoraPair {
             a: a.ptr(),
             b: b.ptr(),
