@@ -39,7 +39,6 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     ChunkLines loaded[kSites];
 #pragma unroll
     for (uint32_t index = 0; index < kSites; ++index) load_ranks(loaded[index], p, index == own_site ? pair.a : other, ShrinkWork{own, 0, index});
-    cluster_wait();  // the other block runs: its shared memory may be written
     __syncthreads();
     wait_for_predecessor();
 
@@ -51,7 +50,10 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     uint32_t to[kSharers];
 #pragma unroll
     for (uint32_t sharer = 0; sharer < kSharers; ++sharer) to[sharer] = address_in_cluster(here, place.group * kSharers + sharer);
-    PassingRows{p, shared, rows.x, tile.count}.pass<2>(loaded, own, [&](const float(&exchange)[kSites][kExchangeFloats], uint32_t first) {
+    const PassingRows passing{p, shared, rows.x, tile.count};
+    const XStream stream = passing.ask(own);
+    cluster_wait();  // the other block runs: its shared memory may be written
+    passing.pass(stream, loaded, [&](const float(&exchange)[kSites][kExchangeFloats], uint32_t first) {
         if (place.group >= kSites) return;
         const float sum = place.total(exchange, chunks_of_block(p, own));
 #pragma unroll
@@ -103,7 +105,6 @@ __device__ __forceinline__ void delta_halves(const DeltaParams& p, uint32_t outp
     if (kEarlyB) t.load_weights(coming, outs.n, 0);
     ChunkLines loaded[kGroups];
     load_block(loaded, p, pair.a, 0);
-    cluster_wait();  // the other block runs: its shared memory may be written
     __syncthreads();
     wait_for_predecessor();
 
@@ -117,7 +118,9 @@ __device__ __forceinline__ void delta_halves(const DeltaParams& p, uint32_t outp
     const uint32_t here = shared_address(xa + (before + place.row) * pitch + (place.group * kRankGranule + place.rank) * 2);
     const uint32_t to[kTileBlocks] = {address_in_cluster(here, 0), address_in_cluster(here, 1)};
     const PassingRows passing{p, shared, rows.x + before, own == 0 ? half : tile.count - half};
-    passing.pass<2>(loaded, 0, [&](const float(&exchange)[kGroups][kExchangeFloats], uint32_t first) {
+    const XStream stream = passing.ask(0);
+    cluster_wait();  // the other block runs: its shared memory may be written
+    passing.pass(stream, loaded, [&](const float(&exchange)[kGroups][kExchangeFloats], uint32_t first) {
         if (place.group >= kGroups) return;
         const uint16_t sum = __bfloat16_as_ushort(__float2bfloat16_rn(place.total(exchange, chunks_of_block(p, 0))));
 #pragma unroll

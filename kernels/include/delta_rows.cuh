@@ -114,16 +114,21 @@ struct PassingRows {
     const __nv_bfloat16* const* x;
     uint32_t count;
 
-    // `loaded` is k block `k_block` of A. `put` is called as `store` of `stream_rows` is.
-    template <int kBuffers, int kGroups, typename Put>
-    __device__ __forceinline__ void pass(const ChunkLines (&loaded)[kGroups], uint32_t k_block, const Put& put) const {
+    // Asks for the first of them.
+    __device__ __forceinline__ XStream ask(uint32_t k_block) const {
         const XStream stream(p, ring, k_block, lane_of_thread());
 #pragma unroll
         for (int slot = 0; slot < kStreamSlots; ++slot) stream.ask(x, slot, count);
+        return stream;
+    }
+
+    // `loaded` is the k block's of A. `put` is called as `store` of `stream_rows` is.
+    template <int kGroups, typename Put>
+    __device__ __forceinline__ void pass(const XStream& stream, const ChunkLines (&loaded)[kGroups], const Put& put) const {
         OrderedChunk ordered[kGroups];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) ordered[group].take(loaded[group].settled());
-        stream_rows<kBuffers>(count, ordered, stream, x, put);
+        stream_rows<1>(count, ordered, stream, x, put);
     }
 };
 
@@ -196,7 +201,7 @@ __device__ __forceinline__ void delta_rows(const DeltaParams& p, const SiteEnds&
     const PassingRows passing{p, shared, rows.x, tile.count};
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-        passing.pass<1>(loaded, block, [&](const float(&sums)[kGroups][kExchangeFloats], uint32_t first) { xa.put(p, sums, first, block); });
+        passing.pass(passing.ask(block), loaded, [&](const float(&sums)[kGroups][kExchangeFloats], uint32_t first) { xa.put(p, sums, first, block); });
         if (block + 1 < kBlocks) {
             load_block(loaded, p, pair.a, block + 1);
             __syncthreads();

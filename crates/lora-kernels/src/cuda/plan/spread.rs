@@ -169,10 +169,10 @@ fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
 fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
     let sums = TILE_BLOCKS * RANK_GRANULE;
     let block = match (params.k_blocks, max_rank(params), params.site_count) {
-        (1, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaHalves16, RANK_GRANULE, 0, 2),
-        (1, ..=TWO_GROUPS, 1) => RowsKernel::new(Kernel::DeltaHalves32, TWO_GROUPS, 0, 4),
-        (2, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaCross16, RANK_GRANULE, sums, 2),
-        (2, ..=RANK_GRANULE, 2) => RowsKernel::new(Kernel::DeltaCross16Pair, RANK_GRANULE, sums, 4),
+        (1, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaHalves16, RANK_GRANULE, 0, 1),
+        (1, ..=TWO_GROUPS, 1) => RowsKernel::new(Kernel::DeltaHalves32, TWO_GROUPS, 0, 2),
+        (2, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaCross16, RANK_GRANULE, sums, 1),
+        (2, ..=RANK_GRANULE, 2) => RowsKernel::new(Kernel::DeltaCross16Pair, RANK_GRANULE, sums, 2),
         _ => return None,
     };
     let share = widest(params).div_ceil(TILE_BLOCKS / params.site_count);
