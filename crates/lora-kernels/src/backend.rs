@@ -76,6 +76,12 @@ pub trait LoraBackend: DeviceMemory {
         entries: &EntryParams,
     ) -> Result<(), KernelError>;
 
+    /// Whether a delta hands sums over through scratch. Where it does not, all its rows are one pass, however little scratch there is.
+    fn uses_scratch(&self, params: &DeltaParams) -> bool {
+        let _ = params;
+        true
+    }
+
     /// Runs one pass of a delta: shrink, then expand and fold.
     ///
     /// # Errors

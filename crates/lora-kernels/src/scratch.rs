@@ -14,8 +14,8 @@ const LEAST_PASS_ROWS: u32 = 64;
 /// The largest launch that a [`Scratch`] must hold in one pass: what it takes is a pure function of these four values.
 ///
 /// A site takes about `ceil(k_in / 1024) * (pass rows + 128) * padded rank * 4` bytes, the FP32 sums of each k block, row and rank;
-/// [`site_scratch_bytes`](crate::site_scratch_bytes) says it exactly. A launch that is larger still runs: with more rows it takes more passes. One with fewer
-/// sites has their room, and takes fewer.
+/// [`site_scratch_bytes`](crate::site_scratch_bytes) says it exactly. A launch that is larger still runs: with more rows it takes more passes, unless the backend
+/// hands nothing over for it ([`uses_scratch`](crate::LoraBackend::uses_scratch)). One with fewer sites has their room, and takes fewer.
 ///
 /// ```
 /// use lora_kernels::{ScratchSpec, site_scratch_bytes};

@@ -223,6 +223,10 @@ impl LoraBackend for CudaBackend {
         Ok(())
     }
 
+    fn uses_scratch(&self, params: &DeltaParams) -> bool {
+        plan_delta_spread(params, &self.caps).is_none()
+    }
+
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
         self.memory.context.bind()?;
         let mut params = *params;

@@ -240,11 +240,17 @@ fn launch_chunk<S: Site>(
             ..site.to_params()
         };
     }
+    let backend = ctx.kernels.backend();
+    let pass_rows = if backend.uses_scratch(&params) {
+        partition.pass_rows
+    } else {
+        params.rows
+    };
     let mut launches = 0;
-    for pass_first in (0..params.rows).step_by(partition.pass_rows as usize) {
+    for pass_first in (0..params.rows).step_by(pass_rows as usize) {
         params.pass_first = pass_first;
-        params.pass_rows = partition.pass_rows.min(params.rows - pass_first);
-        ctx.kernels.backend().delta(ctx.stream, &params)?;
+        params.pass_rows = pass_rows.min(params.rows - pass_first);
+        backend.delta(ctx.stream, &params)?;
         launches += 1;
     }
     Ok(launches)

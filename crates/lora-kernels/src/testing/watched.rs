@@ -128,6 +128,10 @@ impl<H: HostHooks> LoraBackend for WatchedHost<H> {
         self.host.group_experts(stream, groups, entries)
     }
 
+    fn uses_scratch(&self, params: &DeltaParams) -> bool {
+        self.host.uses_scratch(params)
+    }
+
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
         self.host.delta(stream, params)
     }
