@@ -78,7 +78,7 @@ impl fmt::Display for MoeShape {
 }
 
 /// What an H200 is measured by, microseconds for [`QWEN3_30B_LAYER`].
-pub const H200_MOE_SHAPES: [MoeShape; 9] = [
+pub const H200_MOE_SHAPES: [MoeShape; 13] = [
     MoeShape::new(16, 1, 1).goal(9.0, 7.0),
     MoeShape::new(16, 8, 1).goal(14.0, 11.0),
     MoeShape::new(16, 8, 4).goal(14.0, 11.0),
@@ -88,6 +88,10 @@ pub const H200_MOE_SHAPES: [MoeShape; 9] = [
     MoeShape::new(16, 1024, 4).goal(90.0, 78.0),
     MoeShape::new(32, 64, 4).goal(54.0, 48.0),
     MoeShape::new(32, 1024, 4).goal(120.0, 108.0),
+    MoeShape::new(16, 4096, 1),
+    MoeShape::new(16, 4096, 4),
+    MoeShape::new(32, 4096, 1),
+    MoeShape::new(64, 1024, 1),
 ];
 
 /// What a host is measured by.

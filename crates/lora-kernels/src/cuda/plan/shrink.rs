@@ -20,10 +20,8 @@ pub(super) const EXCHANGE_BYTES: u32 = SHRINK_THREADS / 32 * SMALL_TILE_ROWS * E
 const MIXED_WAVES: u32 = 8;
 /// Largest padded rank of spread rows whose tiles pass by A in registers: every 32 ranks read x again.
 const MOST_STREAMED_RANK: u32 = 32;
-/// The same where there are up to [`FEW_ROWS_AN_ENTRY`] rows an entry, so that x is little beside A.
+/// The same where tiles are seldom more than half full.
 const MOST_STREAMED_RANK_OF_FEW: u32 = 64;
-/// A quarter of a large tile.
-const FEW_ROWS_AN_ENTRY: u32 = LARGE_TILE_ROWS / 4;
 /// Most shares of a tile: the rows that each still has are worth loading A for.
 const MOST_SHARES: u32 = 8;
 /// Slices of a large tile that are summed by a block each; more would have too little to do.
@@ -55,9 +53,9 @@ pub(super) fn has_aligned_x(params: &DeltaParams) -> bool {
         && params.x.is_multiple_of(16)
 }
 
-/// Whether most tiles of the entries' rows are far from full.
-pub(super) fn has_few_rows_an_entry(params: &DeltaParams) -> bool {
-    u64::from(params.rows) <= u64::from(params.slots) * u64::from(FEW_ROWS_AN_ENTRY)
+/// Whether entries have up to `most` rows, if all have equally many.
+pub(super) fn has_few_rows_an_entry(params: &DeltaParams, most: u32) -> bool {
+    u64::from(params.rows) <= u64::from(params.slots) * u64::from(most)
 }
 
 /// Groups of 16 ranks of all sites.
@@ -73,7 +71,7 @@ pub(super) fn plan_shrink(params: &DeltaParams, small: bool, caps: &DeviceCaps) 
         return plan_small_shrink(params, caps);
     }
     let groups = all_groups(params);
-    let most_streamed = if has_few_rows_an_entry(params) {
+    let most_streamed = if has_few_rows_an_entry(params, LARGE_TILE_ROWS / 2) {
         MOST_STREAMED_RANK_OF_FEW
     } else {
         MOST_STREAMED_RANK

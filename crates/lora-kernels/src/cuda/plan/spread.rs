@@ -20,11 +20,13 @@ const RUN_OUTPUTS: u32 = SHRINK_THREADS / 32 * WARP_OUTPUTS;
 /// Most of those times of tiles of up to 8 rows: more would keep the second block from fitting a multiprocessor of the smallest device.
 const MOST_RUNS: u32 = 2;
 
+/// Rows an entry up to which a block serves a tile well alone: a quarter of a tile.
+const FEW_ROWS: u32 = LARGE_TILE_ROWS / 4;
 /// Eighths of the blocks that run at once from which on one launch with a block a tile ends sooner than two launches.
 const ROWS_EIGHTHS: u64 = 7;
 /// The same with two blocks a tile.
 const CLUSTER_EIGHTHS: u64 = 5;
-/// The same where tiles are seldom a quarter full.
+/// The same with up to [`FEW_ROWS`] rows an entry.
 const CLUSTER_EIGHTHS_OF_FEW: u64 = 3;
 /// Ranks of the kernels that take two groups of 16.
 const TWO_GROUPS: u32 = 2 * RANK_GRANULE;
@@ -151,7 +153,7 @@ fn plan_large_tiles(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPla
 
 /// A block a tile at every site: it makes all outputs, so that it is for few rows, or for so many ranks that two sites cannot share a block.
 fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let few_rows = has_few_rows_an_entry(params);
+    let few_rows = has_few_rows_an_entry(params, FEW_ROWS);
     let block = match (params.k_blocks, max_rank(params)) {
         (1, ..=RANK_GRANULE) if few_rows => {
             RowsKernel::new(Kernel::DeltaRows16, RANK_GRANULE, 0, 1)
@@ -177,7 +179,7 @@ fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> 
     };
     let share = widest(params).div_ceil(TILE_BLOCKS / params.site_count);
     let outputs = share.next_multiple_of(WARP_OUTPUTS);
-    let eighths = if has_few_rows_an_entry(params) {
+    let eighths = if has_few_rows_an_entry(params, FEW_ROWS) {
         CLUSTER_EIGHTHS_OF_FEW
     } else {
         CLUSTER_EIGHTHS

@@ -312,13 +312,13 @@ fn spread_rows_pass_by_a_in_registers_where_ranks_or_rows_of_an_entry_are_few() 
     };
     assert_eq!(kernel(16, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(kernel(32, 8192, FLAG_SPREAD), Kernel::ShrinkStreamed32);
-    assert_eq!(kernel(33, 8192, FLAG_SPREAD), Kernel::ShrinkMixedLow);
-    assert_eq!(kernel(64, 32 * 128, FLAG_SPREAD), Kernel::ShrinkStreamed32);
+    assert_eq!(kernel(33, 8193, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(kernel(64, 64 * 128, FLAG_SPREAD), Kernel::ShrinkStreamed32);
     assert_eq!(
-        kernel(64, 32 * 128 + 1, FLAG_SPREAD),
+        kernel(64, 64 * 128 + 1, FLAG_SPREAD),
         Kernel::ShrinkMixedLow
     );
-    assert_eq!(kernel(65, 32 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
+    assert_eq!(kernel(65, 64 * 128, FLAG_SPREAD), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 8192, 0), Kernel::ShrinkMixedLow);
     assert_eq!(kernel(16, 256, FLAG_SPREAD), Kernel::ShrinkSmall);
 }
