@@ -18,6 +18,7 @@ constexpr int kExchangePitch = 20;
 constexpr int kStreamSlots = 2;
 constexpr int kDeltaBlocks = 2;
 constexpr int kTileBlocks = 2;
+constexpr int kWideTileBlocks = 4;
 constexpr int kSumThreads = 128;
 constexpr int kExpandThreads = 128;
 constexpr int kWarpOutputs = 64;

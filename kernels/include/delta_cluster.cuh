@@ -1,21 +1,22 @@
-// A whole delta in one launch, two blocks a tile: where there are few tiles for `delta_rows`, each with many rows, or two sites read the same x.
+// A whole delta in one launch, several blocks a tile: where there are few tiles for `delta_rows`, each with many rows, or two sites read the same x.
 //
 // The blocks of a tile are a cluster. Each has a share of what there is to multiply by A, they send each other the sums, and each makes a share of the outputs. So x and
-// B are read once, as by two launches, but a block waits for the other one of its tile alone, and what it waits for is in shared memory.
+// B are read once, as by two launches, but a block waits for those of its own tile alone, and what it waits for is in shared memory.
 #pragma once
 
 #include "cluster.cuh"
 #include "delta_rows.cuh"
 
-// Two k blocks, `kSites` sites that read the same x, up to 16 ranks, routed, out in whole runs of 8 outputs. A block has one k block of all sites, and then `outputs`
-// outputs: all of one of two sites, or half of the only one's. Blocks of the cluster; tiles.
-template <int kSites>
+// Up to `kBlocks` k blocks in as many blocks, `kSites` sites that read the same x, up to 16 ranks, routed, out in whole runs of 8 outputs. A block has one k block of
+// all sites, and then `outputs` outputs of one of them, which it may share with other blocks. Blocks of the cluster; tiles.
+template <int kBlocks, int kSites>
 __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outputs) {
-    constexpr uint32_t kSharers = kTileBlocks / kSites;  // of a site's outputs
+    static_assert(kSites <= 2 && kBlocks % kSites == 0);
+    constexpr uint32_t kSharers = kBlocks / kSites;  // of a site's outputs
     extern __shared__ __align__(128) char shared[];
     __shared__ TileRows rows;
     const uint32_t own = cluster_rank();
-    const uint32_t own_site = kSites == 1 ? 0 : own;
+    const uint32_t own_site = kSites == 1 ? 0 : own / kSharers;
     const DeltaSite& site = p.sites[own_site];
     cluster_arrive();
     begin(p, [&] {
@@ -45,14 +46,15 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     const uint32_t pitch = xa_pitch(kRankGranule);
     char* const xa = shared + kDeltaRingBytes;
     float* const sums = reinterpret_cast<float*>(xa + kLargeTileRows * pitch);  // of the own site: [k block][row][rank]
-    const ThreadSum place;  // its group is the site
+    const ThreadSum place;  // its group is a site
     const uint32_t here = shared_address(sums + (own * kLargeTileRows + place.row) * kRankGranule + place.rank);
     uint32_t to[kSharers];
 #pragma unroll
     for (uint32_t sharer = 0; sharer < kSharers; ++sharer) to[sharer] = address_in_cluster(here, place.group * kSharers + sharer);
-    const PassingRows passing{p, shared, rows.x, tile.count};
+    // There may be one k block less than blocks.
+    const PassingRows passing{p, shared, rows.x, kBlocks > 2 && own >= p.k_blocks ? 0 : tile.count};
     const XStream stream = passing.ask(own);
-    cluster_wait();  // the other block runs: its shared memory may be written
+    cluster_wait();  // the other blocks run: their shared memory may be written
     passing.pass(stream, loaded, [&](const float(&exchange)[kSites][kExchangeFloats], uint32_t first) {
         if (place.group >= kSites) return;
         const float sum = place.total(exchange, chunks_of_block(p, own));
@@ -70,10 +72,15 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     if (pair.a.rank == 0) return;
     constexpr uint32_t kQuads = kRankGranule / 4;
     for (uint32_t item = threadIdx.x; item < tile.count * kQuads; item += kShrinkThreads) {
-        const float4 first = reinterpret_cast<const float4*>(sums)[item];
-        const float4 second = reinterpret_cast<const float4*>(sums)[kLargeTileRows * kQuads + item];
-        *reinterpret_cast<uint2*>(xa + item / kQuads * pitch + item % kQuads * 8) =
-            make_uint2(pack_bf16(first.x + second.x, first.y + second.y), pack_bf16(first.z + second.z, first.w + second.w));
+        const float4* from = reinterpret_cast<const float4*>(sums) + item;
+        float4 sum = *from;
+#pragma unroll
+        for (uint32_t block = 1; block < kBlocks; ++block) {
+            if (kBlocks > 2 && block >= p.k_blocks) break;
+            from += kLargeTileRows * kQuads;
+            sum = make_float4(sum.x + from->x, sum.y + from->y, sum.z + from->z, sum.w + from->w);
+        }
+        *reinterpret_cast<uint2*>(xa + item / kQuads * pitch + item % kQuads * 8) = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
     }
     __syncthreads();
     make_runs(t, base, coming, xa + t.lane.group * pitch, pitch, outs.n, outs.runs());

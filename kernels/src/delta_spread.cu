@@ -39,10 +39,20 @@ lora_delta_halves_32(const __grid_constant__ DeltaParams p, const SiteEnds, uint
 
 extern "C" __global__ void __cluster_dims__(kTileBlocks, 1, 1) __launch_bounds__(kShrinkThreads, kDeltaBlocks)
 lora_delta_cross_16(const __grid_constant__ DeltaParams p, const SiteEnds, uint32_t outputs) {
-    delta_cross<1>(p, outputs);
+    delta_cross<kTileBlocks, 1>(p, outputs);
 }
 
 extern "C" __global__ void __cluster_dims__(kTileBlocks, 1, 1) __launch_bounds__(kShrinkThreads, kDeltaBlocks)
 lora_delta_cross_16_pair(const __grid_constant__ DeltaParams p, const SiteEnds, uint32_t outputs) {
-    delta_cross<2>(p, outputs);
+    delta_cross<kTileBlocks, 2>(p, outputs);
+}
+
+extern "C" __global__ void __cluster_dims__(kWideTileBlocks, 1, 1) __launch_bounds__(kShrinkThreads, kDeltaBlocks)
+lora_delta_cross_16_4096(const __grid_constant__ DeltaParams p, const SiteEnds, uint32_t outputs) {
+    delta_cross<kWideTileBlocks, 1>(p, outputs);
+}
+
+extern "C" __global__ void __cluster_dims__(kWideTileBlocks, 1, 1) __launch_bounds__(kShrinkThreads, kDeltaBlocks)
+lora_delta_cross_16_4096_pair(const __grid_constant__ DeltaParams p, const SiteEnds, uint32_t outputs) {
+    delta_cross<kWideTileBlocks, 2>(p, outputs);
 }

@@ -57,6 +57,9 @@ pub(crate) const DELTA_BLOCKS: u32 = 2;
 /// Blocks that share such a tile where they are a cluster.
 pub(crate) const TILE_BLOCKS: u32 = 2;
 
+/// The same of an x of 2049 to 4096 columns.
+pub(crate) const WIDE_TILE_BLOCKS: u32 = 4;
+
 /// Threads of a block that adds up k blocks.
 pub(crate) const SUM_THREADS: u32 = 128;
 

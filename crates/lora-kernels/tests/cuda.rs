@@ -53,7 +53,7 @@ on_gpu! {
     spread_rows_equal_others => bits::spread_rows_equal_others;
     few_spread_rows_do_not_depend_on_passes => bits::few_spread_rows_do_not_depend_on_passes;
     many_spread_rows_equal_others => bits::many_spread_rows_equal_others;
-    tiles_of_two_blocks_equal_others => bits::tiles_of_two_blocks_equal_others;
+    tiles_of_several_blocks_equal_others => bits::tiles_of_several_blocks_equal_others;
     padded_rank_equals_true_rank => bits::padded_rank_equals_true_rank;
     a_thousand_runs_are_the_same => |backend| bits::every_run_is_the_same(backend, 1000);
     passes_do_not_change_bits => bits::passes_do_not_change_bits;

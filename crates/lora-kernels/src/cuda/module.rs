@@ -58,6 +58,10 @@ pub enum Kernel {
     DeltaCross16,
     /// The same at two sites.
     DeltaCross16Pair,
+    /// The same at one site, a cluster of four blocks a tile, k from 2049 to 4096.
+    DeltaCross16Of4096,
+    /// The same at two sites.
+    DeltaCross16PairOf4096,
     /// Expand and fold, tiles of up to 8 rows, padded rank 16.
     ExpandSmall16,
     /// The same, padded rank up to 32.
@@ -104,7 +108,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Self; 45] = [
+    pub const ALL: [Self; 47] = [
         Self::GroupRows,
         Self::GroupExperts,
         Self::GroupManyRows,
@@ -129,6 +133,8 @@ impl Kernel {
         Self::DeltaHalves32,
         Self::DeltaCross16,
         Self::DeltaCross16Pair,
+        Self::DeltaCross16Of4096,
+        Self::DeltaCross16PairOf4096,
         Self::ExpandSmall16,
         Self::ExpandSmall32,
         Self::ExpandSmall64,
@@ -179,6 +185,8 @@ impl Kernel {
             Self::DeltaHalves32 => "lora_delta_halves_32",
             Self::DeltaCross16 => "lora_delta_cross_16",
             Self::DeltaCross16Pair => "lora_delta_cross_16_pair",
+            Self::DeltaCross16Of4096 => "lora_delta_cross_16_4096",
+            Self::DeltaCross16PairOf4096 => "lora_delta_cross_16_4096_pair",
             Self::ExpandSmall16 => "lora_expand_small_16",
             Self::ExpandSmall32 => "lora_expand_small_32",
             Self::ExpandSmall64 => "lora_expand_small_64",
@@ -236,7 +244,9 @@ impl Kernel {
             | Self::DeltaHalves16
             | Self::DeltaHalves32
             | Self::DeltaCross16
-            | Self::DeltaCross16Pair => Some(164 << 10),
+            | Self::DeltaCross16Pair
+            | Self::DeltaCross16Of4096
+            | Self::DeltaCross16PairOf4096 => Some(164 << 10),
             _ => None,
         }
     }
@@ -270,7 +280,9 @@ impl Kernel {
             | Self::DeltaHalves16
             | Self::DeltaHalves32
             | Self::DeltaCross16
-            | Self::DeltaCross16Pair => ModuleName::DeltaSpread,
+            | Self::DeltaCross16Pair
+            | Self::DeltaCross16Of4096
+            | Self::DeltaCross16PairOf4096 => ModuleName::DeltaSpread,
             Self::ExpandSmall16
             | Self::ExpandSmall32
             | Self::ExpandSmall64

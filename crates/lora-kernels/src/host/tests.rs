@@ -30,7 +30,7 @@ bodies! {
     bits::spread_rows_equal_others(),
     bits::few_spread_rows_do_not_depend_on_passes(),
     bits::many_spread_rows_equal_others(),
-    bits::tiles_of_two_blocks_equal_others(),
+    bits::tiles_of_several_blocks_equal_others(),
     bits::padded_rank_equals_true_rank(),
     bits::every_run_is_the_same(50),
     bits::passes_do_not_change_bits(),

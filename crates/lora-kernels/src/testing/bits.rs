@@ -219,19 +219,22 @@ pub fn many_spread_rows_equal_others(backend: &TestBackend) {
     }
 }
 
-/// Rows enough for large tiles of entries so few that a GPU has two blocks share a tile, as it does where two sites read the same x; in one pass and in several. One entry
-/// has several tiles, some have a delta at one of two sites or at none.
-pub fn tiles_of_two_blocks_equal_others(backend: &TestBackend) {
-    const SLOTS: u32 = 90;
+/// Rows enough for large tiles of entries so few that a GPU has two blocks share a tile, or four, as it does where two sites read the same x; in one pass and in several. One
+/// entry has several tiles, some have a delta at one of two sites or at none.
+pub fn tiles_of_several_blocks_equal_others(backend: &TestBackend) {
+    const FEW: (u32, usize) = (90, 1300);
+    const FULL: (u32, usize) = (32, 4300);
     let mut rng = Rng::new(15);
-    let shapes: [(u32, u32, &[u32]); 5] = [
-        (776, 16, &[632]),
-        (1024, 32, &[8]),
-        (1160, 16, &[2056]),
-        (1032, 16, &[200, 632]),
-        (2048, 16, &[632, 200]),
+    let shapes: [(u32, u32, &[u32], _); 7] = [
+        (776, 16, &[632], FEW),
+        (1024, 32, &[8], FEW),
+        (1160, 16, &[2056], FEW),
+        (1032, 16, &[200, 632], FEW),
+        (2048, 16, &[632, 200], FEW),
+        (2184, 16, &[328], FULL),
+        (4096, 16, &[136, 200], FULL),
     ];
-    for (k_in, rank, widths) in shapes {
+    for (k_in, rank, widths, (slots, rows)) in shapes {
         let site = |&n_out| SiteShape {
             n_out,
             gap: 8,
@@ -239,12 +242,12 @@ pub fn tiles_of_two_blocks_equal_others(backend: &TestBackend) {
         };
         let shape = BatchShape {
             k_in,
-            slots: SLOTS,
+            slots,
             ranks: vec![rank, 7, rank - 4],
             sites: widths.iter().map(site).collect(),
             ..aligned_shape(15, 1)
         };
-        let mut row_slots = Routing::Anywhere.row_slots(&mut rng, 1300, SLOTS);
+        let mut row_slots = Routing::Anywhere.row_slots(&mut rng, rows, slots);
         row_slots.splice(700..700, [3; 150]);
         let mut batch = Batch::random(&shape, &row_slots);
         for adapter in batch.adapters[0].iter_mut().step_by(4) {

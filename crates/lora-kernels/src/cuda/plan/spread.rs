@@ -8,7 +8,7 @@ use super::{
 use crate::cuda::Kernel;
 use crate::params::{
     DELTA_BLOCKS, DeltaParams, DeltaSite, LARGE_TILE_ROWS, MAX_SITES, SHRINK_THREADS,
-    SMALL_TILE_ROWS, TILE_BLOCKS, WARP_OUTPUTS,
+    SMALL_TILE_ROWS, TILE_BLOCKS, WARP_OUTPUTS, WIDE_TILE_BLOCKS,
 };
 use crate::{DeviceCaps, KernelPlan};
 use lora_weights::RANK_GRANULE;
@@ -24,7 +24,7 @@ const MOST_RUNS: u32 = 2;
 const FEW_ROWS: u32 = LARGE_TILE_ROWS / 4;
 /// Eighths of the blocks that run at once from which on one launch with a block a tile ends sooner than two launches.
 const ROWS_EIGHTHS: u64 = 7;
-/// The same with two blocks a tile.
+/// The same with several blocks a tile.
 const CLUSTER_EIGHTHS: u64 = 5;
 /// The same with up to [`FEW_ROWS`] rows an entry.
 const CLUSTER_EIGHTHS_OF_FEW: u64 = 3;
@@ -167,28 +167,43 @@ fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
     serves.then(|| launch(params, block.kernel, outputs, block.shared_bytes()))
 }
 
-/// Two blocks a tile.
+/// Two blocks a tile, or four where there are more k blocks and tiles are mostly full.
 fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let sums = TILE_BLOCKS * RANK_GRANULE;
-    let block = match (params.k_blocks, max_rank(params), params.site_count) {
-        (1, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaHalves16, RANK_GRANULE, 0, 1),
-        (1, ..=TWO_GROUPS, 1) => RowsKernel::new(Kernel::DeltaHalves32, TWO_GROUPS, 0, 2),
-        (2, ..=RANK_GRANULE, 1) => RowsKernel::new(Kernel::DeltaCross16, RANK_GRANULE, sums, 1),
-        (2, ..=RANK_GRANULE, 2) => RowsKernel::new(Kernel::DeltaCross16Pair, RANK_GRANULE, sums, 2),
+    let full_tiles = !has_few_rows_an_entry(params, LARGE_TILE_ROWS - 1);
+    let cross = |kernel, blocks: u32| {
+        let exchanges = params.site_count;
+        let block = RowsKernel::new(kernel, RANK_GRANULE, blocks * RANK_GRANULE, exchanges);
+        (blocks, block)
+    };
+    let halves = |kernel, ranks| {
+        let block = RowsKernel::new(kernel, ranks, 0, ranks / RANK_GRANULE);
+        (TILE_BLOCKS, block)
+    };
+    let (tile_blocks, block) = match (params.k_blocks, max_rank(params), params.site_count) {
+        (1, ..=RANK_GRANULE, 1) => halves(Kernel::DeltaHalves16, RANK_GRANULE),
+        (1, ..=TWO_GROUPS, 1) => halves(Kernel::DeltaHalves32, TWO_GROUPS),
+        (2, ..=RANK_GRANULE, 1) => cross(Kernel::DeltaCross16, TILE_BLOCKS),
+        (2, ..=RANK_GRANULE, 2) => cross(Kernel::DeltaCross16Pair, TILE_BLOCKS),
+        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 1) if full_tiles => {
+            cross(Kernel::DeltaCross16Of4096, WIDE_TILE_BLOCKS)
+        }
+        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 2) if full_tiles => {
+            cross(Kernel::DeltaCross16PairOf4096, WIDE_TILE_BLOCKS)
+        }
         _ => return None,
     };
-    let share = widest(params).div_ceil(TILE_BLOCKS / params.site_count);
+    let share = widest(params).div_ceil(tile_blocks / params.site_count);
     let outputs = share.next_multiple_of(WARP_OUTPUTS);
     let eighths = if has_few_rows_an_entry(params, FEW_ROWS) {
         CLUSTER_EIGHTHS_OF_FEW
     } else {
         CLUSTER_EIGHTHS
     };
-    let blocks = u64::from(TILE_BLOCKS) * u64::from(usual_tiles(params));
+    let blocks = u64::from(tile_blocks) * u64::from(usual_tiles(params));
     let serves = block.fits(caps) && fill(blocks, eighths, caps);
     serves.then(|| {
         let mut plan = launch(params, block.kernel, outputs, block.shared_bytes());
-        plan.launch.grid[0] = TILE_BLOCKS;
+        plan.launch.grid[0] = tile_blocks;
         plan
     })
 }

@@ -112,7 +112,7 @@ fn spread_rows_of_seldom_full_tiles_take_a_block_a_tile() {
 }
 
 #[test]
-fn fuller_tiles_and_pairs_of_sites_take_two_blocks_a_tile() {
+fn fuller_tiles_and_pairs_of_sites_take_several_blocks_a_tile() {
     let down = |rows, entries, rank| many_spread(rows, entries, rank, (768, &[2048][..]));
     let gate_up = |rows, entries, rank| many_spread(rows, entries, rank, (2048, &[768, 640][..]));
     let plan = |params: &DeltaParams| one_launch(params, &h200());
@@ -142,6 +142,19 @@ fn fuller_tiles_and_pairs_of_sites_take_two_blocks_a_tile() {
         plan(&wide_down),
         Some((Kernel::DeltaCross16, [2, 272, 1], 1088, sums))
     );
+    // Four k blocks, or three: where tiles are full.
+    let wide = |rows, k_in, n_outs: &[u32]| plan(&many_spread(rows, 32, 16, (k_in, n_outs)));
+    let four_sums = shared_bytes(16) + 4 * 128 * 16 * 4;
+    assert_eq!(wide(127 * 32, 4096, &[1536, 1536]), None);
+    assert_eq!(
+        wide(4096, 4096, &[1536, 1536]),
+        Some((Kernel::DeltaCross16PairOf4096, [4, 64, 1], 768, four_sums))
+    );
+    assert_eq!(
+        wide(4096, 2880, &[2880]),
+        Some((Kernel::DeltaCross16Of4096, [4, 64, 1], 768, four_sums))
+    );
+    assert_eq!(wide(4096, 4104, &[2880]), None);
     // Narrower than a warp's run: the second block has no outputs.
     let narrow = many_spread(8192, 128, 16, (768, &[8][..]));
     let grid = one_launch(&narrow, &h200()).map(|(_, grid, ..)| grid);
