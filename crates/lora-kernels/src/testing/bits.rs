@@ -223,7 +223,7 @@ pub fn many_spread_rows_equal_others(backend: &TestBackend) {
 /// entry has several tiles, some have a delta at one of two sites or at none.
 pub fn tiles_of_several_blocks_equal_others(backend: &TestBackend) {
     const FEW: (u32, usize) = (90, 1300);
-    const FULL: (u32, usize) = (32, 4300);
+    const MANY: (u32, usize) = (100, 8300);
     let mut rng = Rng::new(15);
     let shapes: [(u32, u32, &[u32], _); 7] = [
         (776, 16, &[632], FEW),
@@ -231,8 +231,8 @@ pub fn tiles_of_several_blocks_equal_others(backend: &TestBackend) {
         (1160, 16, &[2056], FEW),
         (1032, 16, &[200, 632], FEW),
         (2048, 16, &[632, 200], FEW),
-        (2184, 16, &[328], FULL),
-        (4096, 16, &[136, 200], FULL),
+        (2184, 16, &[328], MANY),
+        (4096, 16, &[136, 200], MANY),
     ];
     for (k_in, rank, widths, (slots, rows)) in shapes {
         let site = |&n_out| SiteShape {

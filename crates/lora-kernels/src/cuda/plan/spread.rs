@@ -10,7 +10,7 @@ use crate::params::{
     DELTA_BLOCKS, DeltaParams, DeltaSite, LARGE_TILE_ROWS, MAX_SITES, SHRINK_THREADS,
     SMALL_TILE_ROWS, TILE_BLOCKS, WARP_OUTPUTS, WIDE_TILE_BLOCKS,
 };
-use crate::{DeviceCaps, KernelPlan};
+use crate::{DeviceCaps, KernelPlan, ScratchSpec};
 use lora_weights::RANK_GRANULE;
 
 /// Waves of blocks from which on two launches, whose blocks are smaller, end sooner where tiles have up to 8 rows.
@@ -167,9 +167,10 @@ fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
     serves.then(|| launch(params, block.kernel, outputs, block.shared_bytes()))
 }
 
-/// Two blocks a tile, or four where there are more k blocks and tiles are mostly full.
+/// Two blocks a tile. Four, of more k blocks, where two launches would take several passes; in one pass they are as quick, or quicker.
 fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
-    let full_tiles = !has_few_rows_an_entry(params, LARGE_TILE_ROWS - 1);
+    let takes_passes = params.rows > ScratchSpec::PASS_ROWS
+        && !has_few_rows_an_entry(params, LARGE_TILE_ROWS / 2 - 1);
     let cross = |kernel, blocks: u32| {
         let exchanges = params.site_count;
         let block = RowsKernel::new(kernel, RANK_GRANULE, blocks * RANK_GRANULE, exchanges);
@@ -184,10 +185,10 @@ fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> 
         (1, ..=TWO_GROUPS, 1) => halves(Kernel::DeltaHalves32, TWO_GROUPS),
         (2, ..=RANK_GRANULE, 1) => cross(Kernel::DeltaCross16, TILE_BLOCKS),
         (2, ..=RANK_GRANULE, 2) => cross(Kernel::DeltaCross16Pair, TILE_BLOCKS),
-        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 1) if full_tiles => {
+        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 1) if takes_passes => {
             cross(Kernel::DeltaCross16Of4096, WIDE_TILE_BLOCKS)
         }
-        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 2) if full_tiles => {
+        (3..=WIDE_TILE_BLOCKS, ..=RANK_GRANULE, 2) if takes_passes => {
             cross(Kernel::DeltaCross16PairOf4096, WIDE_TILE_BLOCKS)
         }
         _ => return None,

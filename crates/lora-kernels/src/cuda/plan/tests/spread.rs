@@ -142,19 +142,23 @@ fn fuller_tiles_and_pairs_of_sites_take_several_blocks_a_tile() {
         plan(&wide_down),
         Some((Kernel::DeltaCross16, [2, 272, 1], 1088, sums))
     );
-    // Four k blocks, or three: where tiles are full.
-    let wide = |rows, k_in, n_outs: &[u32]| plan(&many_spread(rows, 32, 16, (k_in, n_outs)));
+    // Four k blocks, or three: more rows than a pass of two launches has.
+    let wide = |(rows, entries), k_in, n_outs: &[u32]| {
+        plan(&many_spread(rows, entries, 16, (k_in, n_outs)))
+    };
     let four_sums = shared_bytes(16) + 4 * 128 * 16 * 4;
-    assert_eq!(wide(127 * 32, 4096, &[1536, 1536]), None);
+    let outs = &[1536, 1536][..];
     assert_eq!(
-        wide(4096, 4096, &[1536, 1536]),
-        Some((Kernel::DeltaCross16PairOf4096, [4, 64, 1], 768, four_sums))
+        wide((8193, 128), 4096, outs),
+        Some((Kernel::DeltaCross16PairOf4096, [4, 192, 1], 768, four_sums))
     );
     assert_eq!(
-        wide(4096, 2880, &[2880]),
-        Some((Kernel::DeltaCross16Of4096, [4, 64, 1], 768, four_sums))
+        wide((8193, 32), 2880, &[2880]),
+        Some((Kernel::DeltaCross16Of4096, [4, 96, 1], 768, four_sums))
     );
-    assert_eq!(wide(4096, 4104, &[2880]), None);
+    assert_eq!(wide((8192, 128), 4096, outs), None);
+    assert_eq!(wide((8193, 131), 4096, outs), None, "63 rows an entry");
+    assert_eq!(wide((8193, 128), 4104, outs), None);
     // Narrower than a warp's run: the second block has no outputs.
     let narrow = many_spread(8192, 128, 16, (768, &[8][..]));
     let grid = one_launch(&narrow, &h200()).map(|(_, grid, ..)| grid);
