@@ -50,7 +50,7 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     const uint32_t here = shared_address(sums + (own * kLargeTileRows + place.row) * kRankGranule + place.rank);
     uint32_t to[kSharers];
 #pragma unroll
-    for (uint32_t sharer = 0; sharer < kSharers; ++sharer) to[sharer] = address_in_cluster(here, place.group * kSharers + sharer);
+    for (uint32_t sharer = 0; sharer < kSharers; ++sharer) to[sharer] = address_in_cluster(here, (kSites == 1 ? 0 : place.group) * kSharers + sharer);
     // There may be one k block less than blocks.
     const PassingRows passing{p, shared, rows.x, kBlocks > 2 && own >= p.k_blocks ? 0 : tile.count};
     const XStream stream = passing.ask(own);
