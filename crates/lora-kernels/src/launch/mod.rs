@@ -241,11 +241,11 @@ fn launch_chunk<S: Site>(
         };
     }
     let backend = ctx.kernels.backend();
-    let pass_rows = if backend.uses_scratch(&params) {
-        partition.pass_rows
-    } else {
-        params.rows
-    };
+    let mut pass_rows = partition.pass_rows;
+    if !backend.uses_scratch(&params) {
+        pass_rows = params.rows;
+        params.sites.iter_mut().for_each(|site| site.partials = 0);
+    }
     let mut launches = 0;
     for pass_first in (0..params.rows).step_by(pass_rows as usize) {
         params.pass_first = pass_first;

@@ -1,12 +1,15 @@
 use super::*;
-use crate::host::HostBackend;
-use crate::testing::{DeviceAdapter, Fill, Rng, TestAdapter};
+use crate::host::{HostBackend, HostOptions};
+use crate::testing::{
+    Batch, BatchShape, DeviceAdapter, DeviceBatch, Fill, HostHooks, Rng, SiteShape, TestAdapter,
+    TestBackend, Via, WatchedHost,
+};
 use crate::{
     DeviceBuffer, LoraAttnWeights, LoraBackend, LoraRows, LoraSite, MatMut, QkvOut, RowGroupsSpec,
     ScratchSpec,
 };
 use lora_weights::device::{DeviceMemory, DevicePtr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 const ROWS: usize = 3;
 const K_IN: u32 = 64;
@@ -230,6 +233,73 @@ fn many_sites_take_several_launches() {
             .all(|buffer| values(buffer) == values(&buffers[0]))
     );
     assert!(!untouched(&buffers[0]));
+}
+
+#[test]
+fn a_delta_that_hands_nothing_over_takes_one_pass() {
+    /// Keeps the first row, the rows and the scratch of every pass.
+    #[derive(Default)]
+    struct Passes {
+        hands_over: bool,
+        seen: Mutex<Vec<(u32, u32, bool)>>,
+    }
+
+    impl HostHooks for Passes {
+        fn uses_scratch(&self) -> bool {
+            self.hands_over
+        }
+
+        fn delta(
+            &self,
+            _: &Arc<HostBackend>,
+            _: Stream,
+            params: &DeltaParams,
+        ) -> Result<(), KernelError> {
+            let has_scratch = params.sites[0].partials != 0;
+            let mut seen = self.seen.lock().unwrap();
+            seen.push((params.pass_first, params.pass_rows, has_scratch));
+            Ok(())
+        }
+    }
+
+    let site = SiteShape {
+        n_out: N_OUT,
+        gap: 0,
+        max_rank: 16,
+    };
+    let shape = BatchShape {
+        seed: 1,
+        fill: Fill::Signed,
+        k_in: K_IN,
+        x_gap: 0,
+        slots: 1,
+        ranks: vec![16],
+        sites: vec![site],
+    };
+    let batch = Batch::random(&shape, &[0; 150]);
+    let passes = |hands_over| {
+        let hooks = Passes {
+            hands_over,
+            ..Passes::default()
+        };
+        let backend = Arc::new(WatchedHost::new(HostOptions::default(), hooks).unwrap());
+        let spec = ScratchSpec {
+            max_rows: 64,
+            max_rank: 16,
+            max_sites: 1,
+            max_k_in: K_IN,
+        };
+        let settings = (LaunchOptions::default(), spec);
+        let device_backend: TestBackend = backend.clone();
+        let mut device = DeviceBatch::with_scratch(&device_backend, &batch, Via::Pair, settings);
+        device.launch(Stream::OWN);
+        backend.hooks().seen.lock().unwrap().clone()
+    };
+    assert_eq!(
+        passes(true),
+        [(0, 64, true), (64, 64, true), (128, 22, true)]
+    );
+    assert_eq!(passes(false), [(0, 150, false)]);
 }
 
 #[test]

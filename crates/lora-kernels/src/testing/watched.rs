@@ -39,6 +39,24 @@ pub trait HostHooks: Send + Sync {
         let _ = addresses;
     }
 
+    /// Whether a delta is to hand sums over, as the host's does.
+    fn uses_scratch(&self) -> bool {
+        true
+    }
+
+    /// A pass of a delta on `host`.
+    ///
+    /// # Errors
+    /// As [`LoraBackend::delta`].
+    fn delta(
+        &self,
+        host: &Arc<HostBackend>,
+        stream: Stream,
+        params: &DeltaParams,
+    ) -> Result<(), KernelError> {
+        host.delta(stream, params)
+    }
+
     /// What was launched has been waited for.
     fn synchronized(&self) {}
 
@@ -129,11 +147,11 @@ impl<H: HostHooks> LoraBackend for WatchedHost<H> {
     }
 
     fn uses_scratch(&self, params: &DeltaParams) -> bool {
-        self.host.uses_scratch(params)
+        self.hooks.uses_scratch() && self.host.uses_scratch(params)
     }
 
     fn delta(&self, stream: Stream, params: &DeltaParams) -> Result<(), KernelError> {
-        self.host.delta(stream, params)
+        self.hooks.delta(&self.host, stream, params)
     }
 
     fn row_diff(&self, stream: Stream, params: &RowDiffParams) -> Result<(), KernelError> {
