@@ -206,4 +206,47 @@ proptest! {
         let most = n_outs.iter().map(|n_out| plan.outputs.min(n_out.next_multiple_of(64))).max();
         prop_assert_eq!(most.map(|rows| rows * 32), Some(launch.shared_bytes));
     }
+
+    #[test]
+    fn one_launch_of_larger_tiles_has_all_outputs_and_two_blocks_fit(
+        rows in 9_u32..70_000,
+        entries in 1_u32..600,
+        rank in 1_u32..=32,
+        k_in in 1_u32..=520,
+        widths in prop::collection::vec(1_u32..600, 1..=MAX_SITES),
+        on_gb10: bool,
+    ) {
+        let n_outs: Vec<u32> = widths.iter().map(|width| width * 8).collect();
+        let params = many_spread(rows, entries, rank, (k_in * 8, &n_outs));
+        let caps = if on_gb10 { gb10() } else { h200() };
+        let Some(plan) = plan_delta_spread(&params, &caps) else {
+            return Ok(());
+        };
+        let launch = plan.launch;
+        let (groups, sets) = match launch.kernel {
+            Kernel::DeltaRows16
+            | Kernel::DeltaHalves16
+            | Kernel::DeltaCross16
+            | Kernel::DeltaCross16Of4096 => (1, 1),
+            Kernel::DeltaCross16Pair | Kernel::DeltaCross16PairOf4096 => (1, 2),
+            _ => (2, 2),
+        };
+        prop_assert!(rank <= groups * 16);
+        // The exchange of chunk sums, addresses of 128 rows, and a kilobyte that the driver keeps.
+        let block = launch.shared_bytes + sets * 5120 + 128 * 16 + 1024;
+        prop_assert!(2 * block <= caps.shared_bytes + 1024, "{launch}");
+        prop_assert_eq!(launch.grid[1], params.max_tiles);
+        prop_assert!(plan.outputs.is_multiple_of(8));
+        // Blocks of the cluster that share a site, or blocks of the site.
+        let sites = n_outs.len() as u32;
+        let clusters = !matches!(
+            launch.kernel,
+            Kernel::DeltaRows16 | Kernel::DeltaRows32 | Kernel::DeltaRows32Of2048
+        );
+        for (site, n_out) in n_outs.iter().enumerate() {
+            let before = if site == 0 { 0 } else { plan.block_ends[site - 1] };
+            let blocks = if clusters { launch.grid[0] / sites } else { plan.block_ends[site] - before };
+            prop_assert!(blocks * plan.outputs >= *n_out, "{launch}");
+        }
+    }
 }
