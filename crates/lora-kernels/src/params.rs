@@ -213,7 +213,8 @@ pub struct DeltaSite {
     /// Elements from one row of out to the next.
     pub out_stride: u64,
     /// Scratch of this site, [`site_scratch_bytes`] long: f32 partial sums `[k blocks][pass_rows + LARGE_TILE_ROWS][max_rank]`, then
-    /// BF16 `x @ A^T` of large tiles `[pass_rows + LARGE_TILE_ROWS][max_rank]`; null where the backend uses none.
+    /// BF16 `x @ A^T` of large tiles `[pass_rows + LARGE_TILE_ROWS][max_rank]`; null where it has no room for the pass and the
+    /// backend uses none.
     pub partials: u64,
     /// Pair mode: scale.
     pub scale: f32,

@@ -242,7 +242,8 @@ fn launch_chunk<S: Site>(
     }
     let backend = ctx.kernels.backend();
     let mut pass_rows = partition.pass_rows;
-    if !backend.uses_scratch(&params) {
+    // A backend plans to answer, so it is asked only where the answer counts.
+    if pass_rows < params.rows && !backend.uses_scratch(&params) {
         pass_rows = params.rows;
         params.sites.iter_mut().for_each(|site| site.partials = 0);
     }
