@@ -25,7 +25,7 @@ __device__ __forceinline__ void delta_cross(const DeltaParams& p, uint32_t outpu
     });
     const Tile tile = tile_at(p, blockIdx.y);  // not after the count: one latency less
     if (blockIdx.y >= tile_total(p) || !tile_in_pass(p, tile)) return wait_for_predecessor();
-    const uint32_t row = out_row(p, tile.first + min(threadIdx.x, tile.count - 1));  // on its way with the addresses of A and B
+    const uint32_t row = out_row_of(p, tile, threadIdx.x);  // on its way with the addresses of A and B
     const Pair pair(p, site, tile.entry);
     Adapter other{nullptr, 0};
     if (kSites > 1) other = adapter_of<Factor::kA>(p, p.sites[1 - own_site], tile.entry);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void delta_halves(const DeltaParams& p, uint32_t outp
     });
     const Tile tile = tile_at(p, blockIdx.y);  // not after the count: one latency less
     if (blockIdx.y >= tile_total(p) || !tile_in_pass(p, tile)) return wait_for_predecessor();
-    const uint32_t row = out_row(p, tile.first + min(threadIdx.x, tile.count - 1));  // on its way with the addresses of A and B
+    const uint32_t row = out_row_of(p, tile, threadIdx.x);  // on its way with the addresses of A and B
     const Pair pair(p, site, tile.entry);
     if (pair.a.rank == 0) return wait_for_predecessor();
     rows.put(p, site, row);

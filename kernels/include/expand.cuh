@@ -56,11 +56,6 @@ struct ExpandTile {
           lane(lane_of_thread()),
           vector(site.out % 16 == 0 && site.out_stride % 8 == 0) {}
 
-    // Out row of the `index`th of the tile's rows, of the last one past it.
-    __device__ __forceinline__ uint32_t out_row_of(uint32_t index) const {
-        return out_row(p, tile.first + min(index, tile.count - 1));
-    }
-
     __device__ __forceinline__ __nv_bfloat16* row_start(uint32_t row) const {
         return reinterpret_cast<__nv_bfloat16*>(site.out) + row * site.out_stride;
     }
@@ -179,8 +174,8 @@ __device__ __forceinline__ void expand_small_tile(const ExpandTile& t, uint32_t 
     for (int run = 0; run < kBuffers; ++run) {
         if (run < max(here, 1u)) t.load_weights(weights[run], n + run * kBlockOutputs, 0);
     }
-    const uint32_t even = t.out_row_of(2 * t.lane.quarter);
-    const uint32_t odd = t.out_row_of(2 * t.lane.quarter + 1);
+    const uint32_t even = out_row_of(t.p, t.tile, 2 * t.lane.quarter);
+    const uint32_t odd = out_row_of(t.p, t.tile, 2 * t.lane.quarter + 1);
     __nv_bfloat16* const rows[2] = {t.row_start(2 * t.lane.quarter, even), t.row_start(2 * t.lane.quarter + 1, odd)};
     if (!waited) wait_for_predecessor();
     t.ask_for_base(base[0], rows, n);
@@ -390,7 +385,7 @@ __device__ __forceinline__ void expand_mixed(const DeltaParams& p, const SiteEnd
         if (!tile_in_pass(p, tile) || adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);
         __syncthreads();
-        rows[threadIdx.x] = t.row_start(t.out_row_of(threadIdx.x));
+        rows[threadIdx.x] = t.row_start(out_row_of(t.p, t.tile, threadIdx.x));
         __syncthreads();
         const uint32_t warp_n = work.first_output + t.lane.warp * kWarpOutputs;
         if constexpr (kAny) {

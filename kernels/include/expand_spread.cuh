@@ -171,7 +171,7 @@ __device__ __forceinline__ void expand_spread(const DeltaParams& p, const SiteEn
     for (uint32_t index = blockIdx.y; index < total; index += gridDim.y) {
         if (index != blockIdx.y) tile = tile_at(p, index);
         if (!tile_in_pass(p, tile)) continue;
-        const uint32_t row = out_row(p, tile.first + min(threadIdx.x, tile.count - 1));  // on its way with the addresses of B
+        const uint32_t row = out_row_of(p, tile, threadIdx.x);  // on its way with the addresses of B
         const Adapter adapter = adapter_of<Factor::kB>(p, site, tile.entry);
         if (adapter.rank == 0) continue;
         const ExpandTile t(p, site, tile, adapter);

@@ -69,6 +69,11 @@ __device__ __forceinline__ uint32_t out_row(const DeltaParams& p, uint32_t posit
     return p.perm == 0 ? position : reinterpret_cast<const uint32_t*>(p.perm)[position];
 }
 
+// Out row of the `index`th of a tile's rows, of the last one past it.
+__device__ __forceinline__ uint32_t out_row_of(const DeltaParams& p, const Tile& tile, uint32_t index) {
+    return out_row(p, tile.first + min(index, tile.count - 1));
+}
+
 __device__ __forceinline__ uint32_t x_row(const DeltaParams& p, uint32_t out_row) {
     if (p.x_rows != 0) return reinterpret_cast<const uint32_t*>(p.x_rows)[out_row];
     return p.x_div == 1 ? out_row : out_row / p.x_div;

@@ -61,6 +61,11 @@ pub fn plan_delta_spread(params: &DeltaParams, caps: &DeviceCaps) -> Option<Spre
     }
 }
 
+/// Blocks that all multiprocessors run at once.
+fn blocks_at_once(caps: &DeviceCaps) -> u64 {
+    u64::from(DELTA_BLOCKS) * u64::from(caps.units.max(1))
+}
+
 /// Outputs of the widest site.
 fn widest(params: &DeltaParams) -> u32 {
     let widths = sites(params).iter().map(|site| site.n_out);
@@ -102,7 +107,7 @@ fn plan_few_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> 
         MOST_RUNS
     };
     let outputs = runs * RUN_OUTPUTS;
-    if usual_blocks(params, outputs) > MOST_WAVES * u64::from(DELTA_BLOCKS) * units {
+    if usual_blocks(params, outputs) > MOST_WAVES * blocks_at_once(caps) {
         return None;
     }
     let held = outputs.min(widest(params).next_multiple_of(WARP_OUTPUTS));
@@ -120,12 +125,13 @@ struct RowsKernel {
 }
 
 impl RowsKernel {
-    const fn new(kernel: Kernel, ranks: u32, sums: u32, exchanges: u32) -> Self {
+    /// One whose blocks have all `k_blocks` k blocks of their rows.
+    fn of_whole_rows(kernel: Kernel, ranks: u32, k_blocks: u32) -> Self {
         Self {
             kernel,
             ranks,
-            sums,
-            exchanges,
+            sums: (k_blocks - 1) * ranks,
+            exchanges: ranks / RANK_GRANULE,
         }
     }
 
@@ -143,7 +149,7 @@ impl RowsKernel {
 
 /// Whether the blocks are at least so many eighths of those that run at once.
 fn fill(blocks: u64, eighths: u64, caps: &DeviceCaps) -> bool {
-    8 * blocks >= eighths * u64::from(DELTA_BLOCKS * caps.units.max(1))
+    8 * blocks >= eighths * blocks_at_once(caps)
 }
 
 /// Larger tiles.
@@ -154,30 +160,33 @@ fn plan_large_tiles(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPla
 /// A block a tile at every site: it makes all outputs, so that it is for few rows, or for so many ranks that two sites cannot share a block.
 fn plan_rows(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
     let few_rows = has_few_rows_an_entry(params, FEW_ROWS);
-    let block = match (params.k_blocks, max_rank(params)) {
-        (1, ..=RANK_GRANULE) if few_rows => {
-            RowsKernel::new(Kernel::DeltaRows16, RANK_GRANULE, 0, 1)
-        }
-        (1, ..=TWO_GROUPS) if few_rows => RowsKernel::new(Kernel::DeltaRows32, TWO_GROUPS, 0, 2),
-        (2, TWO_GROUPS) => RowsKernel::new(Kernel::DeltaRows32Of2048, TWO_GROUPS, TWO_GROUPS, 2),
+    let (kernel, ranks) = match (params.k_blocks, max_rank(params)) {
+        (1, ..=RANK_GRANULE) if few_rows => (Kernel::DeltaRows16, RANK_GRANULE),
+        (1, ..=TWO_GROUPS) if few_rows => (Kernel::DeltaRows32, TWO_GROUPS),
+        (2, TWO_GROUPS) => (Kernel::DeltaRows32Of2048, TWO_GROUPS),
         _ => return None,
     };
+    let block = RowsKernel::of_whole_rows(kernel, ranks, params.k_blocks);
     let outputs = widest(params).max(1);
     let serves = block.fits(caps) && fill(usual_blocks(params, outputs), ROWS_EIGHTHS, caps);
     serves.then(|| launch(params, block.kernel, outputs, block.shared_bytes()))
 }
 
-/// Two blocks a tile. Four, of more k blocks, where two launches would take several passes; in one pass they are as quick, or quicker.
+/// Two blocks a tile. Four, of more k blocks, where two launches would take several passes: in one pass it varies which is quicker.
 fn plan_clusters(params: &DeltaParams, caps: &DeviceCaps) -> Option<SpreadPlan> {
     let takes_passes = params.rows > ScratchSpec::PASS_ROWS
         && !has_few_rows_an_entry(params, LARGE_TILE_ROWS / 2 - 1);
     let cross = |kernel, blocks: u32| {
-        let exchanges = params.site_count;
-        let block = RowsKernel::new(kernel, RANK_GRANULE, blocks * RANK_GRANULE, exchanges);
+        let block = RowsKernel {
+            kernel,
+            ranks: RANK_GRANULE,
+            sums: blocks * RANK_GRANULE,
+            exchanges: params.site_count,
+        };
         (blocks, block)
     };
     let halves = |kernel, ranks| {
-        let block = RowsKernel::new(kernel, ranks, 0, ranks / RANK_GRANULE);
+        let block = RowsKernel::of_whole_rows(kernel, ranks, params.k_blocks);
         (TILE_BLOCKS, block)
     };
     let (tile_blocks, block) = match (params.k_blocks, max_rank(params), params.site_count) {
